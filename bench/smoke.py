@@ -35,6 +35,7 @@ COMMANDS = [
     "-m bench.gpu.whole_step",
     "-m bench.gpu.watch",
     "-m bench.gpu.plan",
+    "-m bench.gpu.offload",
     "-m bench.gpu.rl",
     "-m bench.gpu.rl_same_bits",
     "-m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --time bf16,rowwise --out {out} --merge {out}",

@@ -226,6 +226,17 @@ class OptimizerSettings:
         False, "hold weights and moments in the CPU's memory, and update them there; the GPU has the weights of a block"
     )
 
+    masters: str = setting(
+        "device",
+        "device, or host: FP32 weights, moments and AdamW are on the CPU, and the GPU has a byte of each FP8 weight",
+        choices=("device", "host"),
+    )
+
+    @property
+    def on_host(self) -> bool:
+        """True if the CPU's memory has weights and moments."""
+        return self.offload or self.masters == "host"
+
     @property
     def weight_bytes(self) -> float:
         return 2.0 if self.weights == "bf16" else 4.0
@@ -513,6 +524,11 @@ def _faults(config: Config) -> Iterator[str]:
     if config.precision == "fp16" and (config.optimizer.weights == "bf16" or config.optimizer.offload):
         name = "weights = bf16" if config.optimizer.weights == "bf16" else "offload"
         yield f"optimizer.{name} requires precision bf16 or fp32, got fp16: choose bf16"
+    if config.optimizer.masters == "host":
+        known = {"precision": ("bf16", "fp32"), "optimizer.weights": ("fp32",), "optimizer.state": ("fp32",)}
+        for name, values in (known | {"optimizer.offload": (False,)}).items():
+            if (value := attrgetter(name)(config)) not in values:
+                yield f"optimizer.masters host has FP32 weights and moments; got {name} {value}: leave one out"
 
 
 def _faults_of_heads(config: Config) -> Iterator[str]:
@@ -554,8 +570,8 @@ def _faults_of_adapters(config: Config) -> Iterator[str]:
             f"lora trains adapters around the weights of a Hugging Face folder; got model {config.model}: give --model "
             "FOLDER, or leave lora out"
         )
-    for name in ("calibration", "optimizer.offload"):
-        if config.lora and (value := attrgetter(name)(config)):
+    for name in ("calibration", "optimizer.offload", "optimizer.masters"):
+        if config.lora and (value := attrgetter(name)(config)) not in ("", False, "device"):
             yield f"{name} is for runs that train all weights; got {name} {value} and lora {config.lora}: leave one out"
 
 

@@ -61,6 +61,7 @@ from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
+from octavo.train.host_masters import HostMasters
 from octavo.train.loss import ChunkedLoss, Loss, whole_loss
 from octavo.train.processes import Degrees, make_mesh, rank, same_outcome, total_memory, unit_size
 from octavo.util import hub_hint, import_extra, open_config, open_local, reading
@@ -478,6 +479,7 @@ class TrainedModel(NamedTuple):
     loss: Loss
     report: Conversion | None
     gathered: GatherReport | None = None
+    hosted: HostMasters | None = None
 
 
 def make_trained_model(
@@ -488,12 +490,13 @@ def make_trained_model(
     Its weights are the same for any number of processes. Every rank must call this.
     """
     divided = degrees.processes > 1 or config.optimizer.offload
+    hosts = config.optimizer.masters == "host"
     mesh = make_mesh(degrees, device, config.parallel.timeout) if divided else None
     with same_outcome():
         resumed = saved.exists()  # asked here, since rank 0 writes the folder of a new run when it is ready
         weights: dict[str, Any] = {}
         if mesh is None:
-            model = make_model(config, vocabulary, saved, device).to(device)
+            model = make_model(config, vocabulary, saved, device).to(CPU if hosts else device)
         elif config.model in BUILT_IN_MODELS:
             with torch.device("meta"), OneProcessDraws():  # type: ignore[no-untyped-call]
                 model = make_model(config, vocabulary, saved)
@@ -502,10 +505,10 @@ def make_trained_model(
                 weights = open_language_model(config, saved).state_dict()
             model = cast_weights(describe_language_model(config, saved), config)
         loss = make_loss(config, model)
-        report = convert_model(model, config, None if mesh is None else device, degrees.data)
+        report = convert_model(model, config, device if divided or hosts else None, degrees.data)
     if mesh is None:
         prepare_blocks(model, config)
-        return TrainedModel(model, loss, report)
+        return TrainedModel(model, loss, report, hosted=_host(model, config, device) if hosts else None)
     fp8 = report is not None and bool(report.converted) and report.recipe.quantized
     gathered = parallelize(model, config, mesh, fp8=fp8)
     _materialize(model, device, torch.device("cpu") if config.optimizer.offload else device)
@@ -513,6 +516,14 @@ def make_trained_model(
         _fill(model, weights)
     torch.manual_seed(config.seed + 1 + degrees.share(rank())[0])  # dropout differs where the sequences do
     return TrainedModel(model, loss, report, gathered)
+
+
+def _host(model: nn.Module, config: Config, device: torch.device) -> HostMasters:
+    narrow, promotes = config.precision == "bf16", config.watch.on_warning == "promote"  # a promotion repeats a step
+    at_once = config.clip == 0 and not promotes
+    return HostMasters(
+        model, find_blocks(model), device, narrow=narrow, accumulate=config.accumulate, at_once=at_once
+    )  # fmt: skip
 
 
 def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool) -> GatherReport | None:

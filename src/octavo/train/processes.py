@@ -333,6 +333,11 @@ def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> No
             f"lora is for one process, and this run has {degrees.processes}: frozen weights are not divided. Start it "
             "without torchrun, or leave lora out"
         )
+    if degrees.processes > 1 and config.optimizer.masters == "host":
+        raise ConfigError(
+            f"optimizer.masters host is for one process, and this run has {degrees.processes}: give "
+            "--optimizer.offload, or start it without torchrun"
+        )
     if degrees.processes > 1 and config.precision == "fp16":
         raise ConfigError(
             f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
@@ -377,6 +382,16 @@ def unit_size(parameters: int) -> int:
 
 
 # ---- The memory of the device that a run trains on.
+
+
+def pin(t: Tensor) -> Tensor:
+    """Pin the memory of a tensor of the CPU until `unpin`: empty(pin_memory=True) takes up to twice its bytes."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0))  # type: ignore[no-untyped-call]
+    return t
+
+
+def unpin(t: Tensor) -> None:
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(t.data_ptr()))  # type: ignore[no-untyped-call]
 
 
 def peak_memory(device: torch.device) -> int:

@@ -193,6 +193,8 @@ class Trainer:
                 if logs or evaluates or saves or state.step % CHECK_EVERY == 0:
                     if state.device.type == "cuda":
                         torch.cuda.synchronize(state.device)  # the clock counts the steps that the GPU still computes
+                    if state.hosted is not None:
+                        state.hosted.wait()
                     with clock.paused():
                         went_back = supervisor.check()
                     if went_back:
@@ -213,12 +215,16 @@ class Trainer:
         if self.watch is not None and self.watch.done != state.step:  # a step is repeated
             self.watch.go_back(state.step)
         set_learning_rate(state.optimizer, learning_rate(state.step, config))
-        loss = self.passes(state.step)
+        loss = self.passes(state.step, update=True)
         state.scaler.unscale_(state.optimizer)
         if self.watch is not None:
             self.watch.read_gradients()  # before they are clipped
         trained = (p for group in state.optimizer.param_groups for p in group["params"])
-        norm = clip_gradients(trained, config.clip or math.inf)
+        limit = config.clip or math.inf
+        if state.hosted is None:
+            norm = clip_gradients(trained, limit)
+        else:
+            norm = state.hosted.clip(limit, waits=self.watch is not None and self.watch.samples)
         scale = state.scaler.get_scale()
         norm = self.recent.update(state.optimizer, state.scaler, norm)
         state.scaler.update()
@@ -232,31 +238,37 @@ class Trainer:
         self.recent.note(state.step, loss, norm)
         return loss, norm
 
-    def passes(self, step: int) -> Tensor:
-        """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim."""
+    def passes(self, step: int, *, update: bool = False) -> Tensor:
+        """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim.
+
+        `update`: a step of the optimizer follows, and masters on the host may begin it.
+        """
         config, state = self.config, self.state
         self.model.train()
         total = torch.zeros((), device=state.device)
         first = self.actions.batch(step) * config.accumulate
-        for micro in range(config.accumulate):
-            loss = self._loss(*self.training.at(first + micro))
-            state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        with state.on_device(update=update):
+            for micro in range(config.accumulate):
+                loss = self._loss(*self.training.at(first + micro))
+                state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         return total / config.accumulate
 
     def evaluate(self) -> float:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
         count, precision = self.config.evaluate_batches, self.config.precision
-        loss, _ = mean_loss(
-            self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
-        )
+        with self.state.on_device():
+            loss, _ = mean_loss(
+                self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
+            )
         return float(mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
-        with eager(), own_random(self.state.device), autocast(self.config.precision, self.state.device):
+        state = self.state
+        with state.on_device(), eager(), own_random(state.device), autocast(self.config.precision, state.device):
             stream = TextStream(self.data.tokenizer, self.data.tokenizer.encode("\n"))
             steps = Engine(self.model, context=self.config.context).generate([stream.ids], count, Sampling(seed=0))
             pieces = (stream.add(token) for [token] in steps if token is not None)
@@ -300,7 +312,7 @@ class Trainer:
         """The dtypes on one sequence, in evaluation mode, in which scale histories do not change."""
         self.model.eval()
         inputs, targets = self.validation.at(0)
-        with eager(), own_random(self.state.device):
+        with self.state.on_device(), eager(), own_random(self.state.device):
             return observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
 
     def _evaluate_and_sample(self, metrics: Metrics) -> float:
@@ -495,7 +507,7 @@ def prepare_run(
             f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
         )
     validation = Batches(corpus.validation, config.context, config.batch, None, share)
-    storage = torch.device("cpu") if config.optimizer.offload else device
+    storage = torch.device("cpu") if config.optimizer.on_host else device
     check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with same_outcome():
@@ -517,7 +529,11 @@ def prepare_run(
     if made.gathered is not None:
         print_line(console, str(made.gathered))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
+    optimizer = make_optimizer(made.model, config)
+    state = TrainState(made.model, optimizer, scaler, device, corpus.fingerprint, hosted=made.hosted)
+    if made.hosted is not None:
+        made.hosted.attach(optimizer)
+        lock.callback(made.hosted.close)
     actions = run.read_actions()
     return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
 
