@@ -37,9 +37,9 @@ MODES = {  # the settings of optimizer, and the recipe
     "BF16, FSDP2's offload": ("offload", "bf16"),
 }
 KINDS: dict[str, tuple[dict[str, Any], int, int]] = {  # settings, rounds, and steps of a turn
-    "one micro-batch": ({}, *sized((3, 2), (1, 1))),
-    "no clipping": ({"clip": 0.0}, *sized((1, 2), (1, 1))),
-    "four micro-batches": ({"accumulate": 4}, 1, 1),
+    "clipped": ({}, *sized((3, 2), (1, 1))),
+    "unclipped": ({"clip": 0.0}, *sized((1, 2), (1, 1))),
+    "accumulated": ({"accumulate": 4}, 1, 1),
 }
 
 

@@ -54,7 +54,7 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
     loss, passing = head_bytes(setup), _again_bytes(setup, largest) + passing_bytes(setup, largest)
     in_head = start and loss > passing
     parts = {
-        "weights": on_gpu * states.weight,
+        "weights": (own - model.block_weights / ways if states.resident else on_gpu) * states.weight,
         "fp8_copies": states.copies * model.block_weights / ways if _holds_copies(setup) else 0.0,
         "gradients": on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
         "optimizer": on_gpu * states.moments,
@@ -71,7 +71,7 @@ def _holds_copies(setup: Setup) -> bool:
     """True if the bytes of weights are held in the backward pass. FSDP2 gathers those by row or tensor anew."""
     w = setup.recipe.w
     gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
-    return not setup.states.offloaded and not gathered
+    return setup.states.resident or not (setup.states.offloaded or gathered)
 
 
 def _with_gradients(setup: Setup, block: Block, *, start: bool) -> int:

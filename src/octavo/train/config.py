@@ -225,17 +225,9 @@ class OptimizerSettings:
     offload: bool = setting(
         False, "hold weights and moments in the CPU's memory, and update them there; the GPU has the weights of a block"
     )
-
     masters: str = setting(
-        "device",
-        "device, or host: FP32 weights, moments and AdamW are on the CPU, and the GPU has a byte of each FP8 weight",
-        choices=("device", "host"),
+        "device", "host: the CPU holds FP32 weights and moments, the GPU the bytes of FP8", choices=("device", "host")
     )
-
-    @property
-    def on_host(self) -> bool:
-        """True if the CPU's memory has weights and moments."""
-        return self.offload or self.masters == "host"
 
     @property
     def weight_bytes(self) -> float:

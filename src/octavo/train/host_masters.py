@@ -36,23 +36,28 @@ from octavo.ops import quantize, quantize_scaled, quantize_stack
 from octavo.scales import cached_stacks
 from octavo.train.processes import pin, unpin
 
-CHUNK = 1 << 20  # elements that are clipped and updated while they are in the cache of the processor
+CHUNK = 1 << 21  # elements that are clipped and updated while they are in the cache of the processor
 STAGED = 4  # gradients of later micro-batches that are on their way at a time
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW on masters, by the threads of `HostMasters`. With `waits` a step ends when the weights are updated."""
+    """AdamW on masters, by the threads of `HostMasters`. A step that is sampled ends when all are updated."""
 
     hosted: "HostMasters"
     found_inf: Tensor
-    waits = False
+    watch: Any = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         if not self.found_inf:
             self.hosted.update()
-        if self.waits:
+        if self.sampled:
             self.hosted.wait()
+
+    @property
+    def sampled(self) -> bool:
+        """True if the watch reads the weights before and after this step."""
+        return self.watch is not None and self.watch.samples
 
 
 @dataclass(eq=False)
@@ -207,7 +212,7 @@ class HostMasters:
             self.wait()
             self._build(layers)
             self._recipes = recipes
-        self._updates_now, free = update and self.at_once, self._now()
+        self._updates_now, free = update and self.at_once and not self.optimizer.sampled, self._now()
         for unit in self.units:
             unit.updated = False
             unit.ready.clear()
@@ -295,12 +300,9 @@ class HostMasters:
             if all(norm.isfinite() for norm in norms):
                 self._begin_update(unit, None, free)
 
-    def clip(self, limit: float, *, waits: bool) -> Tensor:
-        """Let the next update scale all gradients so that their norm is at most `limit`. The norm before, 0-dim.
-
-        `waits`: the step of the optimizer ends when the weights are updated.
-        """
-        norms, self.optimizer.waits = {weight.master: weight.norm for weight in self._weights()}, waits
+    def clip(self, limit: float) -> Tensor:
+        """Let the next update scale all gradients so that their norm is at most `limit`. The norm before, 0-dim."""
+        norms = {weight.master: weight.norm for weight in self._weights()}
         trained = (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
         found: list[Any] = [torch._foreach_norm([p.grad])[0] if norms[p] is None else norms[p] for p in trained]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(found))
@@ -309,11 +311,18 @@ class HostMasters:
 
     # ---- AdamW, and the copies that follow it.
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the masters by `optimizer`, a `HostAdamW`."""
-        assert isinstance(optimizer, HostAdamW)
+    @contextmanager
+    def updated_by(self, optimizer: Any) -> Iterator[None]:
+        """Within the block the masters are updated by `optimizer`, a `HostAdamW`. After it the threads have ended."""
         self.optimizer, optimizer.hosted = optimizer, self
         self._group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+        try:
+            yield
+        finally:
+            self._arriving.shutdown()
+            self._updating.shutdown()
+            for t in self._pinned:
+                unpin(t)
 
     def update(self) -> None:
         """Begin to update the masters that have gradients and are not updated in this step."""
@@ -358,7 +367,8 @@ class HostMasters:
             self._in.wait_event(free)
             if unit.cast is None or unit.q is None:
                 master, held = unit.weights[0].master, unit.weights[0].held
-                held.copy_(master if held.dtype == master.dtype else master.to(self.device, non_blocking=True))
+                sent = master if held.dtype == master.dtype else master.to(self.device, non_blocking=True)
+                held.copy_(sent, non_blocking=True)
             else:
                 q, amax = self._quantize([weight.master for weight in unit.weights], unit.cast, unit.history)
                 unit.q.data.copy_(q.data)
@@ -393,13 +403,6 @@ class HostMasters:
         """Wait until the masters are updated and sent: before others read or write them."""
         self._settle(self._updates)
         self._streams.synchronize()
-
-    def close(self) -> None:
-        """End the threads, and give the pinned memory back."""
-        self._arriving.shutdown()
-        self._updating.shutdown()
-        for t in self._pinned:
-            unpin(t)
 
 
 def _key(unit: Unit) -> tuple[Any, ...]:

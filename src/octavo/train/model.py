@@ -157,9 +157,11 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
-    """Raise a ConfigError if one of `parts` of weights, gradients and moments exceeds the memory of `device`."""
+    """Raise a ConfigError if one of `parts` of weights, gradients and moments exceeds the memory that is for them."""
     if config.model not in BUILT_IN_MODELS:
         return
+    if config.optimizer.offload or config.optimizer.masters == "host":
+        device = CPU
     count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
     weight = config.optimizer.weight_bytes
     each = round(weight + (weight if config.accumulate == 1 else 4) + config.optimizer.moment_bytes)

@@ -203,6 +203,13 @@ def _widen(p: Tensor) -> None:
         p.grad = p.grad.float()
 
 
+def clip_by_norm(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+    """`clip_gradients` of the parameters of `optimizer`; masters on the host are clipped as they are updated."""
+    if isinstance(optimizer, HostAdamW):
+        return optimizer.hosted.clip(limit)
+    return clip_gradients((p for group in optimizer.param_groups for p in group["params"]), limit)
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:
     """Scale all gradients by one factor, in place, so that their Euclidean norm over all ranks is at most `limit`.

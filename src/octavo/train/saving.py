@@ -74,6 +74,11 @@ class TrainState:
         """A block within which the model computes: as `HostMasters.on_device`, if the run has one."""
         return nullcontext() if self.hosted is None else self.hosted.on_device(update=update)
 
+    def wait(self) -> None:
+        """Wait for updates that the CPU still computes."""
+        if self.hosted is not None:
+            self.hosted.wait()
+
 
 # ---- Reading a checkpoint.
 

@@ -316,6 +316,8 @@ def watched(config: Config, state: TrainState, run: RunFolder, metrics: Metrics)
         dtype=AUTOCAST.get(config.precision, torch.float32),
         resumed_at=state.step,
     ) as found:
+        if state.hosted is not None:
+            state.optimizer.watch = found  # type: ignore[attr-defined]
         if metrics.boards:
             found.listeners.append(lambda sample: draw_sample(metrics, found, sample))
         yield found

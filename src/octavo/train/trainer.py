@@ -59,7 +59,7 @@ from octavo.train.model import (
     open_data,
     positions_of,
 )
-from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from octavo.train.optimizer import RecentSteps, clip_by_norm, learning_rate, make_optimizer, set_learning_rate
 from octavo.train.processes import (
     Agreement,
     check_parallel,
@@ -82,13 +82,7 @@ from octavo.train.processes import (
     show_step,
     world_size,
 )
-from octavo.train.saving import (
-    CheckpointWriter,
-    TrainState,
-    disturb_weights,
-    load_checkpoint,
-    open_checkpoint,
-)
+from octavo.train.saving import CheckpointWriter, TrainState, disturb_weights, load_checkpoint, open_checkpoint
 from octavo.train.settings import parse, read_settings
 from octavo.train.step_metrics import (
     Metrics,
@@ -193,8 +187,7 @@ class Trainer:
                 if logs or evaluates or saves or state.step % CHECK_EVERY == 0:
                     if state.device.type == "cuda":
                         torch.cuda.synchronize(state.device)  # the clock counts the steps that the GPU still computes
-                    if state.hosted is not None:
-                        state.hosted.wait()
+                    state.wait()
                     with clock.paused():
                         went_back = supervisor.check()
                     if went_back:
@@ -219,12 +212,7 @@ class Trainer:
         state.scaler.unscale_(state.optimizer)
         if self.watch is not None:
             self.watch.read_gradients()  # before they are clipped
-        trained = (p for group in state.optimizer.param_groups for p in group["params"])
-        limit = config.clip or math.inf
-        if state.hosted is None:
-            norm = clip_gradients(trained, limit)
-        else:
-            norm = state.hosted.clip(limit, waits=self.watch is not None and self.watch.samples)
+        norm = clip_by_norm(state.optimizer, config.clip or math.inf)
         scale = state.scaler.get_scale()
         norm = self.recent.update(state.optimizer, state.scaler, norm)
         state.scaler.update()
@@ -239,10 +227,7 @@ class Trainer:
         return loss, norm
 
     def passes(self, step: int, *, update: bool = False) -> Tensor:
-        """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim.
-
-        `update`: a step of the optimizer follows, and masters on the host may begin it.
-        """
+        """The passes after `step` steps, which an `update` follows: the mean loss of this rank's sequences, 0-dim."""
         config, state = self.config, self.state
         self.model.train()
         total = torch.zeros((), device=state.device)
@@ -258,17 +243,16 @@ class Trainer:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
         count, precision = self.config.evaluate_batches, self.config.precision
+        options: dict[str, Any] = {"precision": precision, "count": count, "loss": self.loss}
         with self.state.on_device():
-            loss, _ = mean_loss(
-                self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
-            )
+            loss, _ = mean_loss(self.model, self.validation, self.state.device, **options)
         return float(mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
-        state = self.state
-        with state.on_device(), eager(), own_random(state.device), autocast(self.config.precision, state.device):
+        device, precision = self.state.device, self.config.precision
+        with self.state.on_device(), eager(), own_random(device), autocast(precision, device):
             stream = TextStream(self.data.tokenizer, self.data.tokenizer.encode("\n"))
             steps = Engine(self.model, context=self.config.context).generate([stream.ids], count, Sampling(seed=0))
             pieces = (stream.add(token) for [token] in steps if token is not None)
@@ -507,8 +491,7 @@ def prepare_run(
             f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
         )
     validation = Batches(corpus.validation, config.context, config.batch, None, share)
-    storage = torch.device("cpu") if config.optimizer.on_host else device
-    check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
+    check_memory(config, vocabulary, device, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with same_outcome():
             described = add_adapters(make_meta_model(config, vocabulary, run.model), config)
@@ -532,8 +515,7 @@ def prepare_run(
     optimizer = make_optimizer(made.model, config)
     state = TrainState(made.model, optimizer, scaler, device, corpus.fingerprint, hosted=made.hosted)
     if made.hosted is not None:
-        made.hosted.attach(optimizer)
-        lock.callback(made.hosted.close)
+        lock.enter_context(made.hosted.updated_by(optimizer))
     actions = run.read_actions()
     return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
 
