@@ -9,7 +9,7 @@
     AdamW      a second thread, weight by weight, in the order in which the next forward pass reads them
 
 So AdamW runs beside the next forward pass. Without clipping each weight is updated when its gradient has come, beside
-the backward pass; a gradient that is not finite then keeps its own weight as it was, and not those before it.
+the backward pass. A gradient that is not finite then keeps its own weight as it was. Those before it have changed.
 
 The parameters of the model are the masters: checkpoints, optimizer and watch see these. Within `on_device` the modules
 have the tensors of the device in their place.
