@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def begin(stack: ExitStack, way: str) -> tuple[Trainer, int, int]:
     with mock.patch("torch.nn.init.normal_", fill), mock.patch("torch.nn.init.kaiming_uniform_", fill):
         trainer = start_run(BASE.change(out=f"{out}/run", **WAYS[way]), training_console())
     stack.enter_context(trainer.lock)
-    show(f"{way}: {timed(trainer, 1):.1f} s of the first step")
+    show(f"{way}: {timed(trainer, 1, []):.1f} s of the first step")
     return trainer, host_bytes() - before, allocated() - held
 
 
@@ -79,15 +80,16 @@ def choose(trainer: Trainer, recipe: str, settings: dict[str, Any]) -> None:
             pass
 
 
-def timed(trainer: Trainer, steps: int) -> float:
-    """Seconds a step, until the last weight is updated."""
+def timed(trainer: Trainer, steps: int, times: list[float]) -> float:
+    """Seconds a step, until the last weight is updated; it is added to `times` too."""
     began = time.perf_counter()
     for _ in range(steps):
         trainer.step()
     trainer.state.wait()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / steps
+    times.append((time.perf_counter() - began) / steps)
+    return times[-1]
 
 
 @benchmark()
@@ -105,14 +107,14 @@ def main(options: Options) -> Results:
             assert abs(losses[mode] / next(iter(losses.values())) - 1) < 0.01, losses
         for mode, (way, recipe) in MODES.items():
             choose(runs[way][0], recipe, {})
-            show(f"{mode}: {timed(runs[way][0], 1):.1f} s of a step that compiles")
+            show(f"{mode}: {timed(runs[way][0], 1, []):.1f} s of a step that compiles")
         for kind, (settings, rounds, steps) in KINDS.items():
             times: dict[str, list[float]] = {mode: [] for mode in MODES}
             for _, (mode, (way, recipe)) in product(range(rounds), MODES.items()):
                 choose(trainer := runs[way][0], recipe, settings)
                 held = runs["FSDP2"][2]
                 others = held if way == "host" else allocated() - held  # of the run that waits
-                peak = peak_of(lambda run=trainer, n=steps, to=times[mode]: to.append(timed(run, n)), others, warmup=0)
+                peak = peak_of(partial(timed, trainer, steps, times[mode]), others, warmup=0)
                 seconds = statistics.median(times[mode])
                 rate = trainer.config.accumulate * tokens / seconds
                 rows[mode][kind] = {"seconds": seconds, "tokens_per_second": rate, "peak_bytes": peak}
