@@ -119,14 +119,6 @@ def test_what_is_left_alone_is_named() -> None:
     assert "reads its weight directly" in report.skipped["skipped.out_proj"]
 
 
-def test_the_output_layer_can_be_skipped_alone() -> None:
-    module = attention()
-    report = octavo.convert(module, skip=["out_proj"])
-    assert report.converted == ["in_proj_weight"]
-    x = torch.randn(2, 5, 32)
-    assert module(x, x, x)[0].shape == x.shape
-
-
 def test_a_watch_and_delayed_scales_take_a_model_with_attention() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     octavo.convert(layer, "delayed")
@@ -189,6 +181,21 @@ def test_both_passes_run_in_fp8_and_are_near_bf16(name):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["llama", "transformers"])
+def test_convert_turns_it_on_and_restore_off(name):
+    model = make(name)
+    expected = results(model)
+    report = octavo.convert(model, "bf16", attention="fp8")
+    assert list(report.fused.values()) == ["attention in FP8, of 8,192 tokens and more"] * 2
+    use_fp8_attention(model, shortest=16)
+    assert operations(lambda: results(model))[BACKWARD] == 2
+    octavo.restore(model)
+    assert all(map(torch.equal, expected, results(model)))
+    for changes, words in (({"attention": "int8"}, "'bf16' or 'fp8'"), ({"attention": "fp8"}, "no causal attention")):
+        with pytest.raises(ValueError, match=words):
+            octavo.convert(nn.Linear(8, 8), **changes)
+
+
 PADDED = {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.arange(3), 0)}
 
 
@@ -239,13 +246,13 @@ def gradients_quantized(x, scales, factor=1.0, attend=attend_fp8):
     return [y.detach(), *torch.autograd.grad(y, leaves, x[3] * factor)]
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0**-40, 2.0**40])
-def test_the_first_pass(factor):
+@pytest.mark.parametrize(("factor", "mean"), [(1.0, 0), (2.0**-40, 0), (2.0**40, 0), (1.0, 16)])
+def test_the_first_pass(factor, mean):
+    """Keys with a large mean over the tokens, too: it is as long as 16 of their deviations."""
     torch.manual_seed(0)
-    x = oracle.given(2, 4, 2, 64, 64)
-    for one, other in zip(
-        oracle.exact(*x[:3], x[3] * factor), gradients_quantized(x, GradientScales(), factor), strict=True
-    ):
+    q, k, v, dy = oracle.given(2, 4, 2, 64, 64)
+    x = q, k + mean * torch.randn(2, 2, 1, 128).bfloat16(), v, dy * factor
+    for one, other in zip(oracle.exact(*x), gradients_quantized(x, GradientScales()), strict=True):
         assert sqnr(one, other) > 16
         assert (other.dtype, other.shape) == (torch.bfloat16, one.shape)
 
@@ -284,23 +291,56 @@ def test_compiled_with_two_sizes_of_heads():
         assert torch.equal(scales.amax, other.amax)
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """Each graph of cuDNN that ran: its pass, its factor, and the tensors that it read and wrote."""
+    from octavo.ops.kernels import attention_fp8 as kernel
+
+    run, seen = kernel.run, []
+
+    def record(name, scale, tensors):
+        run(name, scale, tensors)
+        seen.append(
+            (name, scale, {key: (t.flatten().clone(), tuple(t.shape), t.stride()) for key, t in tensors.items()})
+        )
+
+    monkeypatch.setattr(kernel, "run", record)
+    return seen
+
+
+def differences(eager, compiled) -> list[str]:
+    """What differs between two passes, the operands that cuDNN read first."""
+    (name, scale, one), (_, other_scale, other) = eager, compiled
+    found = [] if scale == other_scale else [f"{name}: the factor {scale} is {other_scale}"]
+    for key, (data, *layout) in one.items():
+        again, *other_layout = other[key]
+        unequal = int((data.view(torch.uint8) != again.view(torch.uint8)).sum())
+        if unequal or layout != other_layout:
+            norms = float(data.float().norm()), float(again.float().norm())
+            found.append(f"{name}: {key} has {unequal} other bytes of {data.nbytes}, {norms}, {layout} {other_layout}")
+    return found
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_gpu_against_float64_and_compiled():
+def test_a_gpu_against_float64_and_compiled(recorded):
+    """Heads of 128 after heads of 64, whose size PyTorch would otherwise compile as one of any value."""
     pytest.importorskip("cudnn")
     torch.manual_seed(0)
-    x = oracle.given(1, 8, 2, 640, 640, device="cuda")
     eager, compiled = GradientScales("cuda"), GradientScales("cuda")
     run = torch.compile(lambda *t: attend_fp8(*t, compiled) * 1, fullgraph=True)
-    expected = oracle.exact(*x)
-    for _ in range(2):
+    for dim in (64, 64, 128, 128):
+        x = oracle.given(1, 8, 2, 640, 640, dim, device="cuda")
         poison()
         actual = gradients_quantized(x, eager)
         same = gradients_quantized(x, compiled, attend=lambda *t: run(*t[:3]))
-        for exact, one, other in zip(expected, actual, same, strict=True):
+        for pair in zip(recorded[-4:-2], recorded[-2:], strict=True):
+            print(dim, *differences(*pair), sep="\n")
+        for name, exact, one, other in zip(("y", "dq", "dk", "dv"), oracle.exact(*x), actual, same, strict=True):
+            print(name, f"{sqnr(exact, one):.1f} dB, compiled against eager {sqnr(one, other):.1f} dB")
             assert sqnr(exact, one) > 16
             assert sqnr(one, other) > 40  # cuDNN's backward pass adds in any order
-    assert torch.allclose(eager.amax, compiled.amax, rtol=1e-3)
+        assert torch.allclose(eager.amax, compiled.amax, rtol=1e-3)
 
 
 # ---- The layer after attention saves its input itself where PyTorch's attention saves it too

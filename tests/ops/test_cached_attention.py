@@ -87,11 +87,6 @@ def test_more_tokens_than_room_or_a_torn_mask_give_nan(run):
     assert not actual[1].isnan().any()
 
 
-def test_the_scale_of_products_is_that_of_the_size_by_default():
-    q, *cache = given("fp8", 1, 2, 1, 1, 16, 20)
-    assert torch.equal(cached_attention(q, *cache, length_of(9)), cached_attention(q, *cache, length_of(9), scale=0.25))
-
-
 # ---- storing
 
 
@@ -171,12 +166,6 @@ def test_the_largest_heads_fit_on_ada_and_rtx_blackwell(size):
 def test_a_hopper_takes_the_fastest(size):
     for block_d in (64, 128, MAX_DIM):
         assert choose_tile(size, MAX_ROWS, block_d, HOPPER) == TILES[size][0]
-
-
-def test_tiles_shrink_along_the_list():
-    for size, tiles in TILES.items():
-        needs = [shared_bytes(tile, size, 16, 128) for tile in tiles]
-        assert needs == sorted(needs, reverse=True)
 
 
 # ---- The integer instructions that widen bytes of E4M3 for GPUs before Ada, interpreted
