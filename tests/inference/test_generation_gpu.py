@@ -9,7 +9,7 @@ from attention_oracle import attention64, given
 from bits import on_gpu
 from generation_examples import answers, batch, pair
 from gpu_memory import no_waits
-from kv_cache_examples import DTYPES, greedy, model_of, prompts
+from kv_cache_examples import DTYPES, model_of
 from metrics import sqnr
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -288,46 +288,6 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(dtype):
             parts = [model(part, **{CACHE: cache}).logits for part in ids.split(step, 1)]
         found.append(torch.cat(parts, 1).float())
     assert sqnr(*found) > (35 if dtype == "bf16" else 12)  # the whole prompt attends to unrounded keys and values
-
-
-# ---- Generation on a GPU: transformers compiles its steps there, and the kernels read the cache
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_give_the_logits_of_the_reference(dtype, padded):
-    """A BF16 model, fed the same tokens on both devices."""
-    scales = None if dtype == "bf16" else [(torch.tensor([0.05]), torch.tensor([0.05]))] * 2
-    inputs, found = prompts(padded), []
-    following = torch.randint(1, 97, (3, 8))
-    for device in ("cpu", "cuda"):
-        model = model_of("llama").bfloat16().to(device)
-        cache = QuantizedKVCache.for_model(model, 25, dtype, scales=scales)
-        mask = inputs["attention_mask"].to(device)
-        logits = []
-        with torch.no_grad():
-            model(inputs["input_ids"].to(device), attention_mask=mask, **{CACHE: cache})
-            for token in following.to(device).split(1, 1):
-                mask = torch.cat((mask, torch.ones_like(token)), 1)
-                logits.append(model(token, attention_mask=mask, **{CACHE: cache}).logits.float().cpu())
-        found.append(torch.cat(logits, 1))
-    assert sqnr(*found) > 25  # BF16 arithmetic on two devices, and numbers that round to the other side
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_generation_is_the_same(dtype):
-    torch.compiler.reset()
-    inputs = {name: x.cuda() for name, x in prompts(False).items()}
-    model = model_of("qwen2").cuda().bfloat16()
-    found = []
-    for disable in (True, False):
-        cache = QuantizedKVCache.for_model(model, 25, dtype)
-        found.append(greedy(model, inputs, cache, disable_compile=disable, max_new_tokens=6)[1].float())
-        assert int(cache.stores[0].length) == 14
-    assert sqnr(found[0][0], found[1][0]) > 60
-    assert sqnr(found[0][1], found[1][1]) > 25  # tokens may part later
 
 
 # ---- Long prompts in FP8.
