@@ -21,7 +21,7 @@ from octavo_cli.app import app
 UNTESTED = {
     "needs the network": {"README.md git", "docs/quickstart.md pip", "docs/quickstart.md hf"},
     "takes minutes or hours": {
-        "README.md make", "CONTRIBUTING.md make", "docs/pretraining.md python", "docs/serving.md compiled",
+        "README.md make", "CONTRIBUTING.md make", "docs/serving.md compiled",
         "docs/troubleshooting.md TORCH_LOGS=recompiles",
     },
     "needs many GPUs, or their run": {
