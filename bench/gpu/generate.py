@@ -7,8 +7,7 @@ of 1,024. `octavo.speed` times each call. The same decoding is also timed as CUD
 models in memory: the share of their speed that `generate` reaches is the cost of its loop. Each section is printed and
 written when it is done.
 
-The section `rows` needs no folder, and takes two minutes: the first token of prompts, and decoding with the share of a
-copy's bandwidth, where each weight, key and value that a step needs is counted as read once.
+The section `rows` needs no folder, and takes two minutes: the first token of one prompt, and of many.
 
     python -m bench.gpu.generate [--layers 32] [--batches 1,16,64] [--rounds 3] [--only "decode 1,prompt"]
                                 [--folder FOLDER]
@@ -17,7 +16,6 @@ copy's bandwidth, where each weight, key and value that a step needs is counted 
 """
 
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,20 +35,16 @@ from transformers import LlamaConfig as HFConfig
 from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
-from bench.gpu.ceilings import copy_bandwidth
-from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, interleaved, kernels_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, show, sized
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo import load
 from octavo.hf.meta_model import quiet_transformers
-from octavo.inference.engine import Engine
-from octavo.inference.packed_linear import fuse, quantize_head
-from octavo.inference.session import Prompts, key_shape
+from octavo.inference.packed_linear import fuse
 from octavo.inference.transformers_cache import CACHE
 from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models import LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
-from octavo.ops import index_of_largest
 from octavo.speed import Cell, Generate, Grid, Row, release
 from octavo.util import open_config, open_local
 
@@ -264,7 +258,7 @@ class Bench:
     def rows(self) -> Result:
         self._ways, self._in_memory = [], None
         release(torch.device(DEVICE))
-        return rows(self.shape)
+        return {"machine": record.facts(), **rows(self.shape)}
 
 
 # --- The rows of a short run, of models in memory ---------------------------------------------------------------
@@ -273,7 +267,7 @@ FEW, MANY = sized(8, 1), sized(64, 2)  # layers, so that the head counts as in a
 
 
 def rows(shape: LlamaConfig) -> Result:
-    """The first token of one prompt by all layers; that of many prompts, and decoding steps, by a few."""
+    """The first token of one prompt by all layers, and that of many prompts by a few."""
     wide = models.build_bf16(shape, DEVICE)
     packed = models.build_fp8(wide, DEVICE)
     for model in (wide, packed):
@@ -282,7 +276,7 @@ def rows(shape: LlamaConfig) -> Result:
     fuse(packed)
     accelerate_generate(packed, shape.context)
     ways = [Way(OCTAVO, generation(packed)), Way(EAGER, generation(wide), baseline=True)]
-    result: Result = {"first token": [], "decoding": []}
+    result: Result = {"first token": []}
 
     def first_token(batch: int, prompt: int) -> None:
         found = measure_cell(ways, Cell(batch, prompt), Grid([batch], [prompt], 1, sized(5, 1)), shape.vocabulary)
@@ -294,39 +288,7 @@ def rows(shape: LlamaConfig) -> Result:
         model.model.layers, model.config.num_hidden_layers = model.model.layers[:FEW], FEW
     packed.octavo_engine.sessions.clear()
     first_token(MANY, PROMPT)
-    packed.octavo_engine.sessions.clear()
-    many = Grid([MANY], [PROMPT]).draw(Cell(MANY, PROMPT), shape.vocabulary, torch.device(DEVICE))
-    result["kernels of the first tokens"] = kernels_of(partial(ways[0].generate, many, 1), 1)[:25]
-    packed.octavo_engine.sessions.clear()
-    result["copy"] = copy = copy_bandwidth()  # TB/s
-    for name, model in {"BF16 in octavo's engine": wide, OCTAVO: packed, f"{OCTAVO}, head in E4M3": packed}.items():
-        if "head" in name:
-            quantize_head(packed)
-        for batch in (1, MANY):
-            found = step_of(model, shape, batch)
-            result["decoding"].append({"mode": name, **found, "share": found["bytes"] / found["ms"] / copy / 1e9})
-            show(result["decoding"][-1])
     return result
-
-
-@torch.no_grad()
-def step_of(model: Any, shape: LlamaConfig, batch: int) -> Result:
-    """Milliseconds of a greedy step after prompts of `PROMPT` tokens, its bytes, and its longest kernels."""
-    engine = Engine(model, context=shape.context)
-    session = engine._session(batch, min(PROMPT + 3 * TOKENS, shape.context))
-    ids = torch.randint(shape.vocabulary, (batch, PROMPT), device=DEVICE)
-    logits = session.prefill(Prompts(ids, (0,) * batch))
-
-    def step() -> None:
-        nonlocal logits
-        logits = session.step(index_of_largest(logits))
-
-    took = interleaved({"step": step}, rounds=4, repeat=TOKENS // 4)["step"]
-    weights = models.held(model, linears=False) - model.model.embed_tokens.weight.nbytes
-    shape_of_keys = key_shape(model, None)
-    found = {"batch": batch, "layers": model.config.num_hidden_layers, "ms": statistics.median(took)}
-    found["bytes"] = weights + shape_of_keys.nbytes(batch * session.cache.tokens)
-    return found | {"kernels": kernels_of(step)[:20]}
 
 
 @benchmark(layers=llama.CONFIG.layers, batches=sized("1,16,64", "1,2"), rounds=3, only="", folder=Path)

@@ -1,9 +1,9 @@
 """Pushing a model in training into a live one (`octavo.rl.push`): seconds, memory, and what is generated after it.
 
 Shapes of Qwen3, random weights in BF16, recipe rowwise, scheme channel. Seconds are the wall clock's and include the
-checksum, which waits for the device. A push without it is timed too, and so is the checksum alone. `beyond` is the
-memory that a push takes beside both models. First a small live model, whose decoding steps are captured, must give the
-tokens of a folder that is packed and loaded afresh, and so after 1,000 pushes, which may not add a byte.
+checksum, which waits for the device. The checksum is timed alone too. `beyond` is the memory that a push takes beside
+both models. First a small live model, whose decoding steps are captured, must give the tokens of a folder that is
+packed and loaded afresh, and so after 1,000 pushes, which may not add a byte.
 
     python -m bench.gpu.rl [--shapes 0.6b,8b] [--layers 0] [--pushes 10] [--checked 1000]
         layers: of each shape; 0 takes its own
@@ -14,15 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 import octavo
-from bench import record
-from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from octavo.checkpoint.scheme import CHANNEL
 from octavo.hf.meta_model import quiet_transformers
 from octavo.inference.packed_linear import fuse, swap_linears
@@ -36,19 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 SMALL = {**HEADS, **SHAPES["0.6b"], "num_hidden_layers": 2, "vocab_size": 4096, "tie_word_embeddings": True}
-
-
-def main() -> None:
-    counts = {"pushes": sized(10, 2), "checked": sized(1000, 3)}
-    options = parser_of(__doc__, shapes=sized("0.6b,8b", "0.6b"), layers=sized(0, 1), **counts).parse_args()
-    result: dict[str, Any] = {"check": check(options.checked), "shapes": []}
-    show("check", result["check"])
-    for name in options.shapes.split(","):
-        shape = {**HEADS, **SHAPES[name], "tie_word_embeddings": name == "0.6b"}
-        shape["num_hidden_layers"] = options.layers or shape["num_hidden_layers"]
-        result["shapes"].append({"shape": name, **timed(Qwen3Config(**shape), options.pushes)})
-        show(name, result["shapes"][-1])
-    print(record.write("gpu_rl", result))
 
 
 def trained(config: PretrainedConfig, seed: int = 0) -> Any:
@@ -111,32 +96,31 @@ def check(count: int) -> dict[str, Any]:
     return {"pushes": count, "grown_bytes": grown, "same_tokens": True}
 
 
-def waited(held: Any) -> str:
-    """In place of the checksum: the wait for the device."""
-    torch.zeros(1, device=DEVICE).item()
-    return ""
-
-
 def timed(config: Qwen3Config, count: int) -> dict[str, Any]:
-    """Seconds of pushes, of pushes without their checksums and of checksums, and memory beside both models."""
+    """Seconds of pushes and of checksums, and memory beside both models."""
     model, served = trained(config), live(config)
     pushed = push(model, served)  # compiles the kernels
-    held, seconds, alone, sums = allocated(), [], [], []
+    held, seconds, sums = allocated(), [], []
     for i in range(count):
         seconds.append(push(model, served).seconds)
-        with patch("octavo.rl.pushing._checksum", waited):
-            alone.append(push(model, served).seconds)
         began = time.perf_counter()
         checksum(served)
         sums.append(time.perf_counter() - began)
-        show(f"push {i + 1}", {"ms": 1e3 * seconds[-1], "without": 1e3 * alone[-1], "checksum": 1e3 * sums[-1]})
+        show(f"push {i + 1}", {"ms": 1e3 * seconds[-1], "checksum": 1e3 * sums[-1]})
     beyond = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else 0
     largest = max(p.nbytes for name, p in model.named_parameters() if ".layers." in name)
     figures = {"seconds": statistics.median(seconds), "checksum_seconds": statistics.median(sums), "each": seconds}
-    figures["seconds_without"] = statistics.median(alone)
     sizes = {"layers": config.num_hidden_layers, "bytes": pushed.bytes}
     return sizes | figures | {"beyond": beyond, "beyond_in_layers": beyond / largest}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(shapes=sized("0.6b,8b", "0.6b"), layers=sized(0, 1), pushes=sized(10, 2), checked=sized(1000, 3))
+def main(options: Options) -> Results:
+    result: dict[str, Any] = {"check": check(options.checked), "shapes": []}
+    show("check", result["check"])
+    for name in options.shapes.split(","):
+        shape = {**HEADS, **SHAPES[name], "tie_word_embeddings": name == "0.6b"}
+        shape["num_hidden_layers"] = options.layers or shape["num_hidden_layers"]
+        result["shapes"].append({"shape": name, **timed(Qwen3Config(**shape), options.pushes)})
+        show(name, result["shapes"][-1])
+    yield "gpu_rl", result

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from bench.figures.style import canvas, save
 from bench.gpu.modes import BASE, OURS, WIDE, speedup
@@ -19,10 +18,9 @@ from bench.report import loss as loss_page
 from bench.report import scaling
 from bench.report.filler import Result
 from bench.report.front_page import front
-from bench.report.performance import by_mode, current, layer_cells, layer_sizes
+from bench.report.performance import layer_cells, layer_sizes
 
 BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
-OWNERS = {"ours": BLUE, "torchao": ORANGE, "bf16": GREY}
 MODES = {"bf16": GREY, "rowwise": BLUE, "rowwise_if_faster": GREEN, "torchao": ORANGE}
 STYLE = {
     "svg.hashsalt": "octavo",
@@ -34,9 +32,9 @@ STYLE = {
 
 
 def draw(results: dict[str, Result], folder: Path) -> None:
-    """Write gains.svg, stack.svg, loss.svg, network.svg, linear.svg and layer.svg to `folder`."""
+    """Write gains.svg, loss.svg, network.svg, linear.svg and layer.svg to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for plot in (speed_gains, stack, loss, network, linear, layer):
+    for plot in (speed_gains, loss, network, linear, layer):
         save(partial(plot, results), folder / f"{plot.__name__.removeprefix('speed_')}.svg", STYLE)
 
 
@@ -57,32 +55,6 @@ def speed_gains(results: dict[str, Result]) -> Any:
     axes.set_xlabel("speed over compiled BF16")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return figure
-
-
-def stack(results: dict[str, Result]) -> Any:
-    """Milliseconds of a step, a bar a mode; BF16 and the floor as lines."""
-    result = results["gpu_stack"]
-    rows = current(result)[::-1]  # the first on top
-    figure, axes = canvas(0.3 * len(rows) + 1.1)
-    owners = [owner(row["mode"]) for row in rows]
-    colors = [OWNERS[name] for name in owners]
-    axes.barh([row["mode"] for row in rows], [row["median"] for row in rows], color=colors, height=0.7)
-    for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
-        ink = "black" if color == ORANGE else "white"
-        axes.text(0.01 * rows[0]["median"], place, f" {row['median']:.1f}", va="center", color=ink)
-    marks: list[Any] = [Patch(color=color, label=name) for name, color in OWNERS.items() if name in owners]
-    floor = result["floors"]["cast"]["total"]
-    for label, ms, line in ((BASE, by_mode(rows, "median")[BASE], "-"), ("floor", floor, "--")):
-        axes.axvline(ms, color="black", linestyle=line, linewidth=1)
-        marks.append(Line2D([], [], color="black", linestyle=line, linewidth=1, label=label))
-    axes.set_xlabel("milliseconds, forward and backward")
-    axes.margins(y=0.02)
-    figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
-    return figure
-
-
-def owner(mode: str) -> str:
-    return next(name for name in OWNERS if mode.startswith(name))
 
 
 def loss(results: dict[str, Result]) -> Any:
