@@ -38,7 +38,6 @@ COMMANDS = [
     "-m bench.gpu.plan",
     "-m bench.gpu.plan --largest",
     "-m bench.gpu.rl",
-    "-m bench.gpu.rl_same_bits",
     "-m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --time bf16,rowwise --out {out} --merge {out}",
     "-m bench.gpu.runs moe --runs bf16:0,rowwise:0 --out {out} --merge {out}",
     "-m bench.gpu.runs attention --runs bf16:0 --out {out}",
