@@ -13,14 +13,25 @@ GPU.
 The part `whole` takes steps of whole models with AdamW: timm's ViT-H/14, and a U-Net of SDXL's shape of diffusers.
 Their blocks are compiled one by one. The modes in BF16 share their parameters.
 
-    python -m bench.gpu.vision [--only blocks] [--model ViT-H/14]
+The part `compile` has the seconds until a stack of ViT-H/14's shape is compiled, in BF16 and converted. Each way to
+compile runs in a process of its own, without any of PyTorch's or Triton's saved code:
+
+    whole    torch.compile(model): one graph, whose size grows with the depth
+    block    block.compile() for each block: compiled once, for all of them
+
+The clock runs over the first step. PyTorch is imported and an eager step has run before. A later step is subtracted.
+The result is written after each way, beside the earlier one of the other way.
+
+    python -m bench.gpu.vision [--only blocks] [--model ViT-H/14] [--depth 32]
 """
 
 import copy
 import importlib
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +44,7 @@ from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, s
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from octavo.models.vision import Block
+from octavo.speed import timed
 
 MODES = ("bf16", "ours", "ours, only if faster", "torchao tensorwise", "torchao rowwise")
 
@@ -256,10 +268,50 @@ def measure_whole(kind: Any) -> dict[str, Any]:
     return result
 
 
-@benchmark(only=("blocks", "whole"), model=tuple(MODELS))
+# --- Time to compile -------------------------------------------------------------------------------------------
+
+
+def new_process(mode: str, scope: str, depth: int) -> dict[str, float]:
+    """The result of `first_step` in a process of its own, with empty caches."""
+    with tempfile.TemporaryDirectory() as empty:
+        caches = {name: str(Path(empty) / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        return harness.in_new_process(partial(first_step, mode, scope, depth), **caches)
+
+
+def first_step(mode: str, scope: str, depth: int) -> dict[str, float]:
+    """Seconds that the first compiled step takes beyond a later one, and milliseconds of the later one."""
+    shape = replace(SHAPES["ViT-H/14"], layers=depth)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = Stack(shape).to(torch.bfloat16)
+    if mode == "ours":
+        octavo.convert(model, "rowwise", skip=[])
+    run = step(model, shape)
+    run()  # initializes the libraries
+    if scope == "whole":
+        model.compile()
+    else:
+        torch._dynamo.config.recompile_limit = 64
+        for block in model.blocks:
+            block.compile()
+    first, *later = (timed(run, torch.device(DEVICE))[0] for _ in range(4))
+    return {"seconds": first - min(later), "later_ms": min(later) * 1e3}
+
+
+def compile_times(depth: int) -> Results:
+    name = "gpu_compile_time"
+    cells = record.rows_before(name, "cells")
+    for scope in ("whole", "block"):
+        found = [{"mode": mode, "scope": scope, **new_process(mode, scope, depth)} for mode in ("bf16", "ours")]
+        show(found)
+        cells = [cell for cell in cells if cell["scope"] != scope] + found
+        yield name, {"depth": depth, "cells": cells}
+
+
+@benchmark(only=("blocks", "whole", "compile"), model=tuple(MODELS), depth=sized(32, 2))
 def main(options: Options) -> Results:
     earlier = record.before("gpu_vision")
-    if options.only != "blocks":
+    if options.only in (None, "whole"):
         whole = dict(earlier.get("whole", {}))
         for name in [options.model] if options.model else MODELS:
             if library_block(MODELS[name].library, "__version__") is None:
@@ -268,12 +320,12 @@ def main(options: Options) -> Results:
             whole[name] = {"machine": record.facts(), **measure_whole(MODELS[name])}
             earlier = {"shapes": {}, **earlier, "whole": whole}
             yield "gpu_vision", earlier
-    if options.only == "whole":
-        return
     found: dict[str, Any] = {}
-    for name, shape in SHAPES.items():
+    for name, shape in SHAPES.items() if options.only in (None, "blocks") else ():
         if shape.text and library_block("diffusers.models.attention", "BasicTransformerBlock") is None:
             print(f"{name}: diffusers is not installed")
             continue
         found[name] = measure(shape)
         yield "gpu_vision", {"shapes": found, "whole": earlier.get("whole", {})}
+    if options.only in (None, "compile"):  # the last, because it changes where this process finds compiled code
+        yield from compile_times(options.depth)
