@@ -10,6 +10,7 @@ from torch import Tensor
 
 import octavo
 from bench.figures.style import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE_BLUE, PINK, bare, canvas
+from bench.gpu import harness
 from octavo.numerics.formats import BF16, E4M3, E5M2, FP16, Format, decode, encode
 from octavo.numerics.scaling import hadamard
 
@@ -39,8 +40,7 @@ def number_line() -> Figure:
         ticks = [end * i / 4 for i in range(5)]
         labels = [f"{i}/128" if end < 1 else f"{tick:g}" for i, tick in enumerate(ticks)]
         axes.set_xticks(ticks, labels)
-        axes.set_xlim(-0.01 * end, 1.16 * end)
-        axes.set_title(f"from 0 to {labels[-1]}")
+        axes.set(xlim=(-0.01 * end, 1.16 * end), title=f"from 0 to {labels[-1]}")
     return figure
 
 
@@ -71,9 +71,7 @@ def range_and_precision() -> Figure:
     axes.set_yscale("log")
     axes.set_yticks([100, 10, 1, 0.1], ["100 %", "10 %", "1 %", "0.1 %"])
     axes.set_xticks(range(-30, 21, 5), [f"$2^{{{e}}}$" for e in range(-30, 21, 5)])
-    axes.set_xlim(-31, 26)
-    axes.set_ylabel("largest error of rounding")
-    axes.set_xlabel("size of the number")
+    axes.set(xlim=(-31, 26), ylabel="largest error of rounding", xlabel="size of the number")
     return figure
 
 
@@ -104,10 +102,7 @@ def grey_ramp(axes: Any, noise: Tensor) -> None:
         ):  # a rectangle for a run; rows overlap, without a seam
             shade = str(min(float(levels[row, left]) / LEVELS, 0.996))  # white that is not the paper's
             axes.add_patch(Rectangle((left, row), right - left, 1.2, facecolor=shade, linewidth=0))
-    axes.set_xlim(0, columns)
-    axes.set_ylim(0, rows)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xlim=(0, columns), ylim=(0, rows), xticks=[], yticks=[])
     axes.spines[:].set_visible(True)  # the last level is white, as the page may be
 
 
@@ -164,8 +159,7 @@ def scaling() -> Figure:
         axes.hist(values.abs().tolist(), bins, color=BLUE)
         axes.axvspan(E4M3.smallest_normal, E4M3.max, color=PALE_BLUE, zorder=0, linewidth=0)
         axes.axvspan(E4M3.smallest_subnormal / 2, E4M3.smallest_normal, color=LIGHT, zorder=0, linewidth=0)
-        axes.set_title(f"{title}: {100 * lost(values):.1f} % of the numbers become 0 in E4M3")
-        axes.set_yticks([])
+        axes.set(title=f"{title}: {100 * lost(values):.1f} % of the numbers become 0 in E4M3", yticks=[])
         axes.spines["left"].set_visible(False)
     panels[0].set_xscale("log", base=2)
     panels[0].set_xlim(bins[0], bins[-1])
@@ -180,19 +174,12 @@ def who_shares(axes: Any, name: str, color: str) -> None:
     """A matrix of 256 x 512, with the elements that share one scale in colour."""
     rows, cols = octavo.quantize(torch.ones(256, 512), granularity=name).granularity.block((256, 512))
     bare(axes)
-    axes.set_xlim(-4, 516)
-    axes.set_ylim(270, -4)
+    axes.set(xlim=(-4, 516), ylim=(270, -4))
     for top in range(0, 256, max(rows, 16)):  # rows are drawn 16 high, or they could not be seen
         for left in range(0, 512, cols):
             face = color if not top and not left else "none"
             axes.add_patch(Rectangle((left, top), cols, max(rows, 16), facecolor=face, edgecolor=GREY, linewidth=0.6))
-    axes.set_aspect("equal")
-    axes.set_title(name)
-
-
-def sqnr(x: Tensor, y: Tensor) -> float:
-    """Energy of `x` over that of its error in `y`, in dB."""
-    return float(10 * torch.log10(x.double().square().sum() / (x.double() - y.double()).square().sum()))
+    axes.set(aspect="equal", title=name)
 
 
 def int8(x: Tensor) -> Tensor:
@@ -212,7 +199,7 @@ def others(x: Tensor, y: Tensor) -> float:
     """The SQNR of all elements but the outlier."""
     kept = torch.ones_like(x, dtype=torch.bool)
     kept[3, 5] = False
-    return sqnr(x[kept], y[kept])
+    return harness.decibels(x[kept], y[kept])
 
 
 def granularity() -> Figure:
@@ -230,8 +217,7 @@ def granularity() -> Figure:
         axes.plot(exponents, found, color=color, label=f"E4M3, {name}")
     axes.plot(exponents, [others(x, int8(x)) for x in matrices], color=GREY, linestyle="--", label="INT8, tensor")
     axes.set_xticks(range(5, 31, 5), [f"$2^{{{e}}}$" for e in range(5, 31, 5)])
-    axes.set_xlabel("size of one outlier, in standard deviations of the others")
-    axes.set_ylabel("SQNR of the others, dB")
+    axes.set(xlabel="size of one outlier, in standard deviations of the others", ylabel="SQNR of the others, dB")
     axes.legend(loc=(0.3, 0.08))
     return figure
 
@@ -252,7 +238,7 @@ def product_sqnr(x: Tensor, w: Tensor, *, rotate: bool, eight_bit_integers: bool
     """dB of x w^T with x quantized, one scale for the tensor; with both rotated before."""
     a, b = (hadamard(x), hadamard(w)) if rotate else (x, w)
     q = int8(a) if eight_bit_integers else octavo.quantize(a, granularity="tensor").dequantize()
-    return sqnr(x @ w.t(), q @ b.t())
+    return harness.decibels(x @ w.t(), q @ b.t())
 
 
 def rotation() -> Figure:
@@ -262,10 +248,7 @@ def rotation() -> Figure:
     x = tokens()
     for axes, values, title in zip(grid, (x, hadamard(x)), ("a token", "the same token, rotated"), strict=False):
         axes.bar(range(WIDTH), values[0].abs().tolist(), width=1, color=BLUE)
-        axes.set_title(title)
-        axes.set_ylim(0, 1.05 * float(x[0].abs().max()))
-        axes.set_xlabel("channel")
-        axes.set_ylabel("magnitude")
+        axes.set(title=title, ylim=(0, 1.05 * float(x[0].abs().max())), xlabel="channel", ylabel="magnitude")
     two_peaks(grid[2])
     gains(grid[3], x)
     return figure
@@ -276,9 +259,7 @@ def two_peaks(axes: Any) -> None:
     x = torch.randn(4096, generator=torch.Generator().manual_seed(2))
     x[CHANNEL] = 5.0 * len(x) ** 0.5
     axes.hist(hadamard(x).tolist(), bins=60, color=BLUE)
-    axes.set_title("4,096 channels, rotated")
-    axes.set_xlabel("number")
-    axes.set_ylabel("channels")
+    axes.set(title="4,096 channels, rotated", xlabel="number", ylabel="channels")
 
 
 def gains(axes: Any, x: Tensor) -> None:
@@ -290,6 +271,5 @@ def gains(axes: Any, x: Tensor) -> None:
         for place, decibels in zip(places, found, strict=True):
             axes.text(place, decibels, f"{decibels:.1f}", ha="center", va="bottom")
     axes.set_xticks([0, 1], ["INT8", "E4M3"])
-    axes.set_ylim(0, 75)
-    axes.set_title("SQNR of the product, dB")
+    axes.set(ylim=(0, 75), title="SQNR of the product, dB")
     axes.legend(loc="upper center", ncols=2)

@@ -46,9 +46,7 @@ def loss_scaling() -> Figure:
     left.axvspan(FP16.smallest_normal, bins[-1], color=PALE_BLUE, zorder=0, linewidth=0)
     left.axvspan(FP16.smallest_subnormal / 2, FP16.smallest_normal, color=LIGHT, zorder=0, linewidth=0)
     left.set_xscale("log", base=2)
-    left.set_xlim(bins[0], bins[-1])
-    left.set_ylim(0, 1.35 * left.get_ylim()[1])
-    left.set_yticks([])
+    left.set(xlim=(bins[0], bins[-1]), ylim=(0, 1.35 * left.get_ylim()[1]), yticks=[])
     top = left.get_ylim()[1]
     for place, words in ((-32.5, "0 in FP16"), (-19.5, "subnormal"), (-7, "normal in FP16")):
         left.text(2.0**place, 0.72 * top, words, ha="center", color=INK)
@@ -58,8 +56,6 @@ def loss_scaling() -> Figure:
         names["curves"].items(), (GREEN, BLUE, ORANGE), ("-", "--", "-"), strict=True
     ):
         right.plot(range(1, len(losses) + 1), losses, dashes, color=color, label=name)
-    right.set_title("loss, nats a byte")
-    right.set_xlabel("step")
-    right.set_ylim(0, 6)
+    right.set(title="loss, nats a byte", xlabel="step", ylim=(0, 6))
     right.legend(loc="lower left")
     return figure

@@ -10,8 +10,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import octavo
-from bench.figures.formats import sqnr
 from bench.figures.style import BLUE, GREY, INK, LIGHT, ORANGE, PALE_BLUE, bare, canvas
+from bench.gpu import harness
 from bench.report.filler import load
 
 # --- The three GEMMs of a linear layer ------------------------------------------------------------------------------
@@ -56,9 +56,7 @@ def one_quantization() -> Figure:
     ]  # fmt: skip
     for axes, (name, shape, a, b, axis, words) in zip(panels, gemms, strict=True):
         bare(axes)
-        axes.set_xlim(0, 10.8)
-        axes.set_ylim(-0.9, 1.15)
-        axes.set_aspect("equal")
+        axes.set(xlim=(0, 10.8), ylim=(-0.9, 1.15), aspect="equal")
         axes.axhline(-0.9, color=LIGHT, linewidth=0.8)
         outside = {side: scale for _, _, strips in (a, b) for side, scale in strips.items() if scale[1] == BLUE}
         matrix(axes, (0.6, 0), shape, name, outside if name != "dw" else {})
@@ -114,7 +112,7 @@ def partial_sums(terms: Tensor, *, fast: bool) -> Tensor:
 def decibels(data: str, length: int, *, fast: bool) -> float:
     """The SQNR of the model's sums."""
     terms = products(data, length)
-    return sqnr(terms.sum(1), partial_sums(terms, fast=fast)[:, -1])
+    return harness.decibels(terms.sum(1), partial_sums(terms, fast=fast)[:, -1])
 
 
 def accumulation() -> Figure:
@@ -128,8 +126,7 @@ def accumulation() -> Figure:
     for fast, color in colors.items():
         error = partial_sums(terms, fast=fast)[0] / exact - 1
         left.plot(places, (100 * error).tolist(), color=color, label=labels[fast])
-    left.set_title("the error of one sum of positive products, %")
-    left.set_xlabel("products so far")
+    left.set(title="the error of one sum of positive products, %", xlabel="products so far")
     left.legend(loc="lower left")
     measured = load()["gpu_ceilings"]["accumulation"]
     for data, dashes in zip(DATA, ("-", "--"), strict=True):
@@ -144,7 +141,5 @@ def accumulation() -> Figure:
     right.text(LENGTHS[0], quantized + 1, f"quantization to E4M3, {quantized:.1f}", color=GREY, va="bottom")
     marks = [Line2D([], [], color=INK, label="model"), Line2D([], [], color=INK, marker="o", ls="", label="H100")]
     right.legend(handles=marks, loc="lower left", ncols=2)
-    right.set_title("SQNR of a GEMM's sums, dB")
-    right.set_xlabel("products in a sum")
-    right.set_ylim(0, 92)
+    right.set(title="SQNR of a GEMM's sums, dB", xlabel="products in a sum", ylim=(0, 92))
     return figure

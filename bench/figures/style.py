@@ -73,7 +73,6 @@ def canvas(height: float, rows: int = 1, columns: int = 1, width: float = 8, **l
 
 def bare(axes: Any) -> None:
     """Leave out the frame and the ticks of `axes`."""
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set_visible(False)

@@ -70,9 +70,8 @@ def loss(results: dict[str, Result]) -> Any:
         curves.plot(range(first, first + len(smooth)), smooth, color=color, linewidth=0.9, alpha=0.8)
         lowest = min(lowest, smooth.min())
     curves.axvline(study.branch.step, color=GREY, linestyle="--", linewidth=1)
-    curves.set_ylim(0.98 * lowest, 1.5 * lowest)
+    curves.set(ylim=(0.98 * lowest, 1.5 * lowest), ylabel="training loss, smoothed")
     curves.set_xlabel(f"step; branches of data order {order} from step {study.branch.step:,}")
-    curves.set_ylabel("training loss, smoothed")
     for form, shift, color in (("bf16", 0.15, GREY), ("fp8", -0.15, BLUE)):
         for place, row in enumerate(reversed(study.modes.values())):
             if gap := row.get(form):
@@ -108,8 +107,7 @@ def network(results: dict[str, Result]) -> Any:
     ticks = [2, 5, 10, 20, 50, 100, 200]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("GB/s that a GPU receives in an all-gather")
-    axes.set_ylabel("speed of rowwise, gathered in FP8")
+    axes.set(xlabel="GB/s that a GPU receives in an all-gather", ylabel="speed of rowwise, gathered in FP8")
     marks = [Line2D([], [], color=color, label=f"over {mode}") for mode, color in ((WIDE, BLUE), (BASE, GREY))]
     links = {"NVLink, fewer channels": "o-", "sockets": "s--"}  # a point is measured, a line is the model's
     marks += [
