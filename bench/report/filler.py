@@ -14,7 +14,7 @@ The keys of a row are names in its cells. A cell with a value that is None or no
 makes a column of each of its values, and the rows whose other cells are equal are one row. A line of a list, which
 begins with `- `, is repeated in the same way.
 
-What stands between `<!-- if concludes(results) -->` and `<!-- end -->` is left out where the expression is false.
+What stands between `<!-- if failures(results) -->` and `<!-- end -->` is left out where the expression is false.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The page of the loss study: what branches of one trunk say, from bench/results/gpu_loss_* and cpu_loss_*."""
+"""The page of the loss study: what branches of one trunk say, from bench/results/gpu_loss_*."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,20 +25,18 @@ FEW = 4  # fewer data orders than these say too little about their own deviation
 
 
 def studies(results: Mapping[str, Result]) -> list[Fields]:
-    """The results of the study, the largest model first. Those of a CPU are shown while no GPU has run it."""
+    """The results of the study on a GPU: the main share of a run first, and the largest model first."""
     found = [
         Fields({**result, "name": name, "model": label(result)})
         for name, result in results.items()
-        if "_loss_" in name and "branch" in result
+        if name.startswith("gpu_loss_")
     ]
-    shown = [study for study in found if study.machine.gpu] or found
-    return sorted(shown, key=lambda study: (study.branch.share != SHARE, -study.parameters, -study.branch.share))
+    return sorted(found, key=lambda study: (study.branch.share != SHARE, -study.parameters, -study.branch.share))
 
 
 def main(results: Mapping[str, Result]) -> Fields:
-    """The study that the page's conclusions rest on: one that has the recipes they name, or else the first."""
-    found = studies(results)
-    return next((study for study in found if study.modes.keys() >= CONCLUDED), found[0])
+    """The study that the page's conclusions rest on: the first that has the recipes they name."""
+    return next(study for study in studies(results) if study.modes.keys() >= CONCLUDED)
 
 
 def by_mode(results: Mapping[str, Result]) -> list[Fields]:
@@ -80,12 +78,12 @@ def gradients(results: Mapping[str, Result]) -> list[Fields]:
 
 
 def label(study: Any) -> str:
-    """The model and the machine, and what is not as in the main study: the step of the branches and their rate."""
+    """The model, and what is not as in the main study: the step of the branches and their rate."""
     rate = study.branch.get("rate", 1.0)
     at = "" if study.branch.share == SHARE else f", branches at {study.branch.share:.0%}"
     faster = "" if rate == 1 else f", {rate:g}x of the rate"
     kind = MODELS.get(study.settings.get("model", "llama"), "")
-    return f"{study.parameters / 1e6:.1f}M{kind} on {'one GPU' if study.machine.gpu else 'a CPU'}{at}{faster}"
+    return f"{study.parameters / 1e6:.1f}M{kind} on one GPU{at}{faster}"
 
 
 def shares(results: Mapping[str, Result]) -> str:
@@ -94,10 +92,6 @@ def shares(results: Mapping[str, Result]) -> str:
         f"{share:.0%}" for share in sorted({study.branch.share for study in studies(results)}, reverse=True)
     )
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def where(machine: Fields) -> str:
-    return machine.gpu or "a CPU, which emulates FP8"
 
 
 def interval(gap: Any) -> str:
@@ -114,10 +108,10 @@ def percent(half: float | None) -> str:
 CHANCE = 0.001  # the twin of a study that decides stays within this, relative
 
 
-def deciding(results: Mapping[str, Result], *modes: str) -> Fields | None:
-    """The study with the earliest branch that has FEW orders of `modes` and of a twin inside CHANCE, on a GPU."""
-    found = [study for study in studies(results) if study.machine.gpu and _decides(study, ("twin", *modes))]
-    return min(found, key=lambda study: study.branch.share, default=None)
+def deciding(results: Mapping[str, Result], *modes: str) -> Fields:
+    """The study with the earliest branch that has FEW orders of `modes` and of a twin inside CHANCE."""
+    found = [study for study in studies(results) if _decides(study, ("twin", *modes))]
+    return min(found, key=lambda study: study.branch.share)
 
 
 def _decides(study: Fields, modes: Sequence[str]) -> bool:
@@ -128,52 +122,31 @@ def _decides(study: Fields, modes: Sequence[str]) -> bool:
 
 
 def decided(results: Mapping[str, Result]) -> str:
-    """What the study that decides says about `rowwise`; "" without such a study."""
+    """What the study that decides says about `rowwise`: the cost of training, and of serving with and without it."""
     study = deciding(results, "rowwise")
-    return sentence(study) if study is not None else ""
-
-
-def sentence(study: Fields) -> str:
-    """What a study says about `rowwise`: the cost of training, and the cost of serving with and without it."""
-    modes = study.modes
-    row, twin, base = modes["rowwise"], modes.get("twin"), modes["bf16"]
-    by_chance = f" Two runs in BF16 differ by {interval(twin.bf16)}." if twin is not None else ""
+    row, twin, base = (study.modes[mode] for mode in ("rowwise", "twin", "bf16"))
     return (
         f"Training the last {1 - study.branch.share:.0%} of a run in `rowwise` raises the loss by {interval(row.bf16)} "
-        f"({study.parameters / 1e6:.1f}M parameters, {where(study.machine)}; weights evaluated in BF16). Serving in "
+        f"({study.parameters / 1e6:.1f}M parameters, {study.machine.gpu}; weights evaluated in BF16). Serving in "
         f"FP8 costs {interval(base.fp8)} where the weights were trained in BF16, and {interval(row.fp8)} where they "
-        f"were trained in FP8.{by_chance}"
+        f"were trained in FP8. Two runs in BF16 differ by {interval(twin.bf16)}."
     )
 
 
 def peers(results: Mapping[str, Result]) -> str:
-    """A sentence on torchao's recipes in the earliest study that has them; "" without one."""
+    """A sentence on torchao's recipes in the earliest study that has them."""
     named = ("torchao_rowwise", "torchao_tensorwise")
     study = deciding(results, "rowwise", *named)
-    if study is None:
-        return ""
     rows = {"`rowwise`": study.modes["rowwise"]} | {NAMES[mode]: study.modes[mode] for mode in named}
     costs = "; ".join(f"{name} {interval(row.bf16)} and {interval(row.fp8)}" for name, row in rows.items())
     last = f"{1 - study.branch.share:.0%}"
     return f"In branches over the last {last}, trained in FP8 and evaluated in BF16 and in FP8: {costs}."
 
 
-def concludes(results: Mapping[str, Result]) -> bool:
-    """True if a study on a GPU has the recipes that the page's conclusions name."""
-    study = main(results)
-    return bool(study.machine.gpu) and study.modes.keys() >= CONCLUDED
-
-
 def cost(results: Mapping[str, Result], mode: str, form: str = "bf16", name: str = "") -> str:
     """The gap of a mode in the result `name`, or in the main study."""
     study: Any = results[name] if name else main(results)
     return interval(study.modes[mode][form])
-
-
-def verdict(results: Mapping[str, Result]) -> str:
-    """The first paragraph of the page."""
-    small = "No GPU has run this study yet: for models of useful size the cost is **not decided**. "
-    return decided(results) or small + sentence(main(results))
 
 
 def checked(results: Mapping[str, Result]) -> str:

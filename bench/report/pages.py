@@ -47,7 +47,7 @@ def main() -> None:
     rl = ROOT / "docs" / "rl.md"
     rl.write_text(with_part(rl.read_text(), "parity", performance.parity(results)))
     readme = ROOT / "README.md"
-    decided = "\n\n".join(filter(None, (loss.decided(results), loss.peers(results))))
+    decided = f"{loss.decided(results)}\n\n{loss.peers(results)}"
     readme.write_text(with_part(with_gains(readme.read_text(), results), "loss", decided))
 
 
