@@ -95,7 +95,7 @@ def work(path: Path) -> None:
         once(trainer.step, WARM)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        seconds = [once(trainer.step, STEPS) / 1e3 for _ in range(STRETCHES)]
+        seconds = statistics.median(once(trainer.step, STEPS) / 1e3 for _ in range(STRETCHES))
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         host = [host_once(trainer.step) / 1e3 for _ in range(STEPS)]
         found = {"peak_bytes": peak, "seconds": seconds, "host_seconds": statistics.median(host)}
@@ -131,40 +131,19 @@ def gpu_here() -> Gpu:
     return next(gpu for key, gpu in known_gpus().items() if key in name)
 
 
-def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
-    """A row with the planned and the measured figures of a configuration."""
-    plan = TrainingPlan(make_setup(find_architecture("", config), config, gpu, gpus))
-    row: Row = {
-        "recipe": config.recipe,
-        "checkpointing": config.activation_checkpointing.mode,
-        "gpus": gpus,
-        "gpu": gpu.key,
-        "planned": {
-            "peak_bytes": plan.memory.peak,
-            "seconds": plan.time.total,
-            "memory": plan.memory.parts,
-            "time": plan.time.parts,
-            "host_seconds": plan.time.host,
-        },
-    }
-    if "error" in found:
-        return row | found
-    seconds = statistics.median(found["seconds"])
-    errors = {"time": plan.time.total / seconds - 1}
-    if found["peak_bytes"]:
-        errors["memory"] = plan.memory.peak / found["peak_bytes"] - 1
-    measured = {name: found[name] for name in ("peak_bytes", "host_seconds") if name in found}
-    return row | measured | {"seconds": seconds, "kernels_ms": found.get("kernels_ms", {}), "errors": errors}
-
-
-def planned_again(row: Row) -> Row:
+def with_plan(row: Row) -> Row:
     """A row of results with the figures of the plan as it is now, which may not be those of the day of the run."""
     wanted = configuration_of(row)
     if wanted not in CONFIGURATIONS:
         raise ValueError(f"no configuration of bench.gpu.plan has the recipe, checkpointing and GPUs of {row}")
-    found = row if "error" in row else row | {"seconds": [row["seconds"]]}
-    again = compared(configured(row["model"], *wanted), row["gpus"], known_gpus()[row["gpu"]], found)
-    return {"model": row["model"], **again}
+    config, gpu = configured(row["model"], *wanted), known_gpus()[row["gpu"]]
+    plan = TrainingPlan(make_setup(find_architecture("", config), config, gpu, row["gpus"]))
+    memory, time = plan.memory, plan.time
+    figures = {"peak_bytes": memory.peak, "seconds": time.total, "memory": memory.parts, "time": time.parts}
+    errors = {} if "error" in row else {"time": time.total / row["seconds"] - 1}
+    if row.get("peak_bytes"):
+        errors["memory"] = memory.peak / row["peak_bytes"] - 1
+    return row | {"planned": figures | {"host_seconds": time.host}, "errors": errors}
 
 
 @benchmark(model="8b", only=int, missing=False, largest=False, worker=Path)
@@ -186,7 +165,8 @@ def main(options: Options) -> Results:
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
     measured = {configuration_of(row) for row in rows}
     for each in [each for each in chosen if each not in measured][sized(0, -1) :]:
-        config = configured(options.model, *each)
-        rows.append({"model": options.model, **compared(config, each[0], gpu_here(), measure(config, each[0]))})
+        names = dict(zip(("gpus", "recipe", "checkpointing"), each, strict=True))
+        found = measure(configured(options.model, *each), each[0])
+        rows.append(with_plan({"model": options.model, **names, "gpu": gpu_here().key, **found}))
         show(rows[-1])
         yield name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": sorted(rows, key=order)}

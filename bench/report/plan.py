@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
-from bench.gpu.plan import AIMS, MODELS, planned_again
+from bench.gpu.plan import AIMS, MODELS, with_plan
 from bench.report.filler import Fields, Result, Row
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs
@@ -178,7 +178,7 @@ def serving_errors(results: dict[str, Result]) -> Rows:
 def configurations(results: dict[str, Result]) -> Rows:
     """The rows of bench/gpu/plan.py, by the plan as it is now."""
     for measured in (row for _, result in plan_results(results) for row in result["rows"]):
-        row = Fields(planned_again(measured))
+        row = Fields(with_plan(measured))
         row.update(planned=Fields(row["planned"]), machine_before=measured.get("machine"))
         ms = compared(1e3 * row["planned"]["seconds"], 1e3 * row["seconds"])
         yield {**row, "ms": ms, "gb": compared(row["planned"]["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9)}
@@ -195,7 +195,7 @@ def largest_batches(results: dict[str, Result]) -> Rows:
 
 def within(result: Result) -> str:
     """How many rows of a model are within the aims."""
-    errors = [row["errors"] for row in map(planned_again, result["rows"])]
+    errors = [row["errors"] for row in map(with_plan, result["rows"])]
     counts = {name: sum(abs(each[name]) <= aim for each in errors) for name, aim in AIMS.items()}
     parts = [f"{counts[name]} of {len(errors)} within {aim:.0%} of the {name}" for name, aim in AIMS.items()]
     return f"{' and '.join(parts).replace('%', ' %')}."

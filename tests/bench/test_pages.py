@@ -132,14 +132,14 @@ def test_the_fit_of_a_step_gives_the_measured_time_back(world):
 def test_the_plan_is_within_its_aims_of_what_was_measured():
     missed = set()
     for name in (name for name in RESULTS if name.startswith("gpu_plan_")):
-        found = [planned.planned_again(row) for row in RESULTS[name]["rows"]]
+        found = [planned.with_plan(row) for row in RESULTS[name]["rows"]]
         assert len(found) == len(planned.CONFIGURATIONS)
         for row in found:
             names = [name for name, error in row["errors"].items() if abs(error) > planned.AIMS[name]]
             missed |= {(row["model"], row["gpus"], row["recipe"], row["checkpointing"], name) for name in names}
     assert not missed
     with pytest.raises(ValueError, match="no configuration"):
-        planned.planned_again({"model": "8b", "recipe": "bf16", "checkpointing": "selective", "gpus": 4, "gpu": "h200"})
+        planned.with_plan({"model": "8b", "recipe": "bf16", "checkpointing": "selective", "gpus": 4, "gpu": "h200"})
 
 
 @pytest.mark.parametrize(
