@@ -8,22 +8,27 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from bench.gpu.harness import Options, Results, benchmark, sized
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 SEEDS, STEPS, LAST = sized(3, 1), sized(300, 2), 20
-FIGURES = ("reward", "right", "kl")  # the speed of emulated FP8 tells nothing
+FIGURES = ("reward", "right", "kl")
 
 
 def summary(found: dict[str, list[dict[str, list[float]]]]) -> list[dict[str, Any]]:
-    """A row for each arm: the means of the last steps of each seed."""
+    """A row for each arm: the means of the last steps of each seed, and the medians of the speeds of all steps."""
     rows = []
     for arm, runs in found.items():
         ends = {name: [mean(run[name][-LAST:]) for run in runs] for name in FIGURES}
-        rows.append({"arm": arm, "seeds": len(runs), "steps": len(runs[0]["reward"]), **ends})
+        pushes = [seconds for run in runs for seconds in run["push_seconds"]]
+        speeds = {
+            "tokens_per_second": median(speed for run in runs for speed in run["tokens_per_second"]),
+            "push_ms": 1e3 * median(pushes) if pushes else None,  # where the sampler is the model that learns
+        }
+        rows.append({"arm": arm, "seeds": len(runs), "steps": len(runs[0]["reward"]), **ends, **speeds})
     return rows
 
 
