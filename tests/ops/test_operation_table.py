@@ -29,7 +29,7 @@ from torch import Tensor, ones, zeros
 from torch.utils._pytree import tree_leaves
 
 import octavo.ops
-from octavo.numerics import TENSOR, Cast, Granularity, QTensor, block, group
+from octavo.numerics import ROW, TENSOR, Cast, Granularity, QTensor, block, group
 from octavo.ops import (
     activation_backward,
     activation_quantize,
@@ -216,6 +216,7 @@ RUNS = [  # a call, and whether the kernel runs
     ("ordered_attention", lambda: ordered_attention(new(1, 4, 1, 16).float(), *in_order(torch.float32)), False),
     ("ordered_attention", lambda: ordered_attention(new(1, 4, 1, 264), *in_order(width=264)), False),
     ("ordered_mm", lambda: ordered_mm(new(3, 8), new(4, 8)), True),
+    ("int8_mm", lambda: int8_mm(*[QTensor(zeros(4, 8).to(torch.int8), ones(4, 1), Cast("int8").fmt, ROW)] * 2), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 1, 16)] * 2, *stored(), clipped()), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 0, 16)] * 2, *stored(), clipped()), False),
     ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), *LOSS), True),

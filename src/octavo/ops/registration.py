@@ -56,12 +56,13 @@ class Operation(Generic[Result]):
     """
 
     def __init__(self, function: Callable[..., Result], like: Function, check: Function, runs: Function | None,
-                 inlines: Function, mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
+                 inlines: Function | None, mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
         self.name = function.__name__.strip("_").removesuffix("_reference")
         self.kernels = function.__module__.rpartition(".")[2] if runs else ""
         self.__doc__ = function.__doc__
         self.function, self.like, self.check, self.mutates, self.after = function, like, check, mutates, after
-        self.runs = runs or inlines
+        self.runs: Any = runs
+        self._inlines = inlines or runs or (lambda *given: False)
         signature = inspect.signature(function)
         given = list(signature.parameters.values())
         self._tensors = [i for i, p in enumerate(given) if not strided and p.annotation in (Tensor, Tensor | None)]
@@ -111,7 +112,7 @@ class Operation(Generic[Result]):
         """True if the function consists of views, allocations and kernel launches for these arguments, or
         `compiles_alike`."""
         given = self._read(args)
-        return not self.mutates and (bool(self.runs(*given)) or compiles_alike(given))
+        return not self.mutates and (bool(self._inlines(*given)) or compiles_alike(given))
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
@@ -291,7 +292,7 @@ def operation(
     like: Function,
     check: Function = lambda *args: None,
     runs: Function | None = None,
-    inlines: Function = lambda *args: False,
+    inlines: Function | None = None,
     mutates: tuple[str, ...] = (),
     after: bool = False,
     strided: bool = False,
@@ -308,8 +309,8 @@ def operation(
         like: gives the results without values, for the same arguments as the function. So do the next three.
         check: raises ValueError for what the operation does not take.
         runs: True if the kernel runs, the function NAME in the file of `octavo.ops.kernels` with this file's name.
-        inlines: of a function that chooses, True if it consists only of views, allocations and kernel launches, so that
-            Inductor may inline it.
+        inlines: True if the call consists only of views, allocations and kernel launches, so that Inductor may inline
+            it. By default `runs`.
         mutates: the names of the arguments that the function writes to. Inductor does not inline such an operation.
         after: the schema ends with a tensor `after`, which is not read (`octavo.ops.transpose`).
         strided: reference and kernel get the tensors as they are; without it, contiguous ones.
