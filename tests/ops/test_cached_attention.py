@@ -9,7 +9,7 @@ import torch
 from attention_oracle import DTYPES, attention64, every_bf16, given, stored, wide
 
 from octavo.ops import append_kv, cached_attention
-from octavo.ops.attention import MAX_DIM, MAX_ROWS, widened_attention
+from octavo.ops.attention import MAX_DIM, MAX_ROWS, ordered_attention, widened_attention
 from octavo.ops.attention_tiles import TILES, choose_tile, shared_bytes, splits_of
 from octavo.ops.launching import Cache
 
@@ -81,6 +81,23 @@ def test_nothing_seen_more_than_room_a_torn_mask_and_nan(kind, run, device):
         y = attend(150)
         assert y[0, 2:].isnan().all()
         assert not y[0, :2].isnan().any()
+
+
+@pytest.mark.parametrize("attend", [cached_attention, ordered_attention])
+@pytest.mark.parametrize(("batch", "new", "used"), [(0, 1, 3), (1, 0, 0), (1, 1, 0)])
+def test_no_sequences_no_queries_and_no_tokens_give_zeros(attend, batch, new, used):
+    q, *cache = given("bf16", batch, 4, 2, new, 16, 9)
+    y = attend(q, *cache[: 2 if attend is ordered_attention else 4], length_of(used))
+    assert torch.equal(y, torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("used", [9, 10])
+def test_strided_queries_give_a_contiguous_result(used):
+    q, keys, values, *_ = given("bf16", 2, 4, 2, 3, 16, 9)
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    y = ordered_attention(strided, keys, values, length_of(used))
+    assert y.is_contiguous()
+    assert torch.equal(y.nan_to_num(9), ordered_attention(q, keys, values, length_of(used)).nan_to_num(9))
 
 
 def test_the_scale_of_products_is_that_of_the_size_by_default():

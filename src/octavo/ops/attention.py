@@ -11,7 +11,6 @@ multiplied outside of them, and the stored numbers are only widened. A query tha
 A stored number is x * (1 / scale), rounded to nearest even and saturated. INT8 is symmetric, -127 to 127.
 """
 
-from functools import wraps
 from typing import Any
 
 import torch
@@ -115,8 +114,10 @@ def _bytes(data: Tensor) -> Tensor:
 
 
 def cached_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
-    """Same as `cached_attention` of the operation, in float32 from the stored numbers to the result."""
-    return _attention(q, cache, first, scale, torch.float32)
+    """On a CPU in float32, from the stored numbers to the result. A GPU runs PyTorch's attention, for many queries."""
+    if q.device.type == "cpu":
+        return _attention(q, cache, first, scale, torch.float32)
+    return widened_attention(q.contiguous(), cache, first, scale)
 
 
 def ordered_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
@@ -128,24 +129,20 @@ def _attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float, dtyp
     keys, values, k_scale, v_scale, length = cache
     (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
     if used > keys.shape[2]:
-        return torch.full_like(q, torch.nan)
+        return q.new_full(q.shape, torch.nan)
     wide_k, wide_v = (from_stored(x[:, :, :used]).to(dtype) for x in (keys, values))
     seen = _visible(new, used, length, first)  # [B or 1, 1, T, S]
-    rows = q.to(dtype).reshape(batch, kv_heads, -1, dim)  # the queries of one head of keys: [B, G, H / G * T, D]
+    shape = batch, kv_heads, heads // kv_heads * new  # the queries of one head of keys
     with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
-        s = rows @ wide_k.transpose(2, 3) * (scale if k_scale is None else scale * k_scale.view(-1, 1, 1))
+        s = q.to(dtype).reshape(*shape, dim) @ wide_k.transpose(2, 3)  # [B,G,H/G*T,D] @ [B,G,D,S]
+        s *= scale if k_scale is None else scale * k_scale.view(-1, 1, 1)
         s = s.view(batch, heads, new, used).masked_fill(~seen, -torch.inf)
         p = torch.where(seen.any(3, keepdim=True), s.softmax(3), 0.0)
-        y = p.view(batch, kv_heads, -1, used) @ wide_v
+        y = p.view(*shape, used) @ wide_v
     if v_scale is not None:
         y = y * v_scale.view(-1, 1, 1)
     y = y.view_as(q).to(q.dtype)
     return y if first is None else y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
-
-
-@wraps(cached_attention_reference)
-def _without_the_kernel(q: Tensor, *rest: Any) -> Tensor:
-    return (cached_attention_reference if q.device.type == "cpu" else widened_attention)(q.contiguous(), *rest)
 
 
 def widened_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
@@ -239,7 +236,7 @@ def _attends(q: Tensor, cache: Cache, *rest: Any) -> bool:
 
 
 _cached_attention = operation(check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=True)(
-    _without_the_kernel
+    cached_attention_reference
 )
 
 
