@@ -100,11 +100,12 @@ def _check_ordered(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> None:
     dtype = torch.bfloat16 if scale_a is None else torch.float8_e4m3fn
-    for name, x, scale, k in (("a", a, scale_a, b.shape[-1]), ("b", b, scale_b, a.shape[-1])):
-        check_tensor(name, x, (len(x), k), dtype)
-        check_tensor(f"scale_{name}", scale, (len(x), 1), torch.float32)
-    check_tensor("bias", bias, (len(b),), torch.bfloat16)
-    check_tensor("residual", residual, (len(a), len(b)), torch.bfloat16)
+    m, n = a.shape[0], b.shape[0]
+    for name, x, scale, shape in (("a", a, scale_a, (m, b.shape[-1])), ("b", b, scale_b, (n, a.shape[-1]))):
+        check_tensor(name, x, shape, dtype)
+        check_tensor(f"scale_{name}", scale, (shape[0], 1), torch.float32)
+    check_tensor("bias", bias, (n,), torch.bfloat16)
+    check_tensor("residual", residual, (m, n), torch.bfloat16)
 
 
 _ordered_mm = operation(

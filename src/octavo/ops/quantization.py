@@ -245,8 +245,8 @@ _quantize_stack = operation(
 )(quantize_stack_reference)
 _quantize_transposed = operation(
     check=_check_transposed,
-    like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
-    runs=lambda x, cast, seed, place: _has_kernel(x, cast, len(x if place is None else place)),
+    like=lambda x, cast, seed, place: _like(x, (x.shape[1], (x if place is None else place).shape[0]), cast),
+    runs=lambda x, cast, seed, place: _has_kernel(x, cast, (x if place is None else place).shape[0]),
     strided=True,  # the kernel copies x only where it must
 )(quantize_transposed_reference)
 _quantize_scaled = operation(

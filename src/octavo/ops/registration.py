@@ -306,7 +306,8 @@ def operation(
     operation an empty tensor.
 
     Args:
-        like: gives the results without values, for the same arguments as the function. So do the next three.
+        like: gives the results without values, for the same arguments as the function; the next three take these too.
+            Of a size it must not take `len`, which makes a constant of it in compiled code.
         check: raises ValueError for what the operation does not take.
         runs: True if the kernel runs, the function NAME in the file of `octavo.ops.kernels` with this file's name.
         inlines: True if the call consists only of views, allocations and kernel launches, so that Inductor may inline
