@@ -7,6 +7,7 @@ the rows of the experts' GEMMs. Each expert has one group of adjacent rows, and 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.qtensor import ROW, Cast, QTensor
@@ -37,8 +38,9 @@ def gather_quantize_reference(
 def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
     """out [T, K], the sum of weight[t, s] * y[row[t, s]] over s, in float32 and in order."""
     total = torch.zeros(row.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    y = F.pad(y, (0, 0, 0, 1))  # the row -1 is zero
     for s in range(row.shape[1]):
-        part = _rows(y, row[:, s])
+        part = y[row[:, s]].float()
         total = total + (part if weight is None else part * weight[:, s, None])
     return total.to(y.dtype)
 
@@ -48,12 +50,8 @@ def combine_weight_gradient_reference(dout: Tensor, y: Tensor, row: Tensor) -> T
 
     dout [T, K] is the gradient of its result.
     """
-    return torch.stack([(dout.float() * _rows(y, row[:, s])).sum(1) for s in range(row.shape[1])], 1)
-
-
-def _rows(y: Tensor, row: Tensor) -> Tensor:
-    """The rows of y, in float32; zeros where the number of the row is -1."""
-    return torch.where(row[:, None] < 0, 0.0, y[row.clamp(min=0)].float())
+    y = F.pad(y, (0, 0, 0, 1))  # the row -1 is zero
+    return torch.stack([(dout.float() * y[row[:, s]].float()).sum(1) for s in range(row.shape[1])], 1)
 
 
 def gather_quantize(
