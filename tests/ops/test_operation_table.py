@@ -330,6 +330,10 @@ BAD = [  # a call, and the message of its error
         lambda: requantize_transposed([ones(7, 13)], ones(1, 1), E4M3),
         r"need the scales of \[\[7, 13\]\] by row, got scales \[1, 1\]",
     ),
+    *((lambda call=call: call([ones(3, 8), ones(3, 16)]), r"columns, got \[\[3, 8\], \[3, 16\]\]") for call in (
+        lambda x: quantize_stack(x, E4M3), lambda x: row_scales(x, E4M3), lambda x: requantize(x, ones(6, 1), E4M3),
+        lambda x: requantize_transposed(x, ones(6, 1), E4M3),
+    )),
     (lambda: transpose(zeros(4).to(E8)), r"a matrix of an eight-bit format, got torch.float8_e4m3fn \[4\]"),
     *((lambda x=x: index_of_largest(x), r"index_of_largest takes a matrix \[M, N\]")
       for x in (ones(3), ones(3, 0), ones(3, 4, dtype=INT))),
@@ -353,6 +357,10 @@ BAD = [  # a call, and the message of its error
     (lambda: fp8_attends(slice(4)), "with S >= T"),
     (lambda: fp8_attends(k_scale=ones(2)), "k_scale must be float32 with one element"),
     (lambda: scaled_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"same K, got \[3, 8\] and \[4, 9\]"),
+    (
+        lambda: scaled_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 8), E4M3), bias=ones(1)),
+        rf"bias must be {FLOAT} \[4\], got {F32} \[1\]",
+    ),
     (lambda: grouped(k=64), r"the same K, got \[8, 48\] and \[2, 32, 64\]"),
     (lambda: grouped(cast=Cast(granularity=block(4, 4))), r"row scales, .* got block:4x4 and row"),
     (lambda: grouped_dw((48, 8)), r"the same M, got \[8, 48\] and \[48, 8\]"),
@@ -395,7 +403,7 @@ def test_compiled_code_refuses_it_too():
 OF_OTHERS = {"seed", "after", "scale", "scale_a", "scale_b"}
 UNCHECKED = {
     "quantize_scaled": "x", "rotate": "x", "requantize_norm": "x mean rstd weight bias",
-    "weight_only_mm": "w", "grouped_weight_only_mm": "w", "int8_mm": "a b", "scaled_mm": "a b bias",
+    "weight_only_mm": "w", "grouped_weight_only_mm": "w", "int8_mm": "a b", "scaled_mm": "a b",
     "grouped_mm": "a b", "grouped_mm_dw": "a b", "add_product": "y u b",
     "multiply": "x factor", "fp8_attention": "q_scale k_scale v_scale", "fp8_attention_backward": "scales",
 }  # fmt: skip

@@ -16,7 +16,7 @@ from octavo.numerics.qtensor import Granularity, QTensor, group
 from octavo.ops.dispatch import Backend, find_backend, returned_dtype
 from octavo.ops.launching import Operands, has_kernels
 from octavo.ops.library_gemms import ALIGNMENT, scaled_mm_cublaslt
-from octavo.ops.registration import check_tensor, operation
+from octavo.ops.registration import FLOATS, check_tensor, operation
 
 _find_cached = lru_cache(maxsize=4096)(find_backend)
 FOUR_BITS = group(16)  # the scales of NVFP4
@@ -45,7 +45,7 @@ def scaled_mm(
         emulate: allow emulation in float32 on a GPU that has no kernel for these granularities.
 
     Raises:
-        ValueError: the shapes do not match, or the residual has another dtype.
+        ValueError: shapes or dtypes that do not match.
         RuntimeError: the GPU has no kernel, and `emulate` is False.
     """
     return _scaled_mm(*operands_of(a, b), bias, residual, out_dtype, fast_accumulation, emulate)
@@ -137,6 +137,7 @@ def _check(operands: Operands, bias: Tensor | None, residual: Tensor | None, out
     a, b = operands.a, operands.b
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
+    check_tensor("bias", bias, (b.shape[0],), *FLOATS)
     check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
 
 
