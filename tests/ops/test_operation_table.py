@@ -203,8 +203,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("transpose", lambda: transpose(zeros(4, 8).to(torch.float8_e4m3fnuz)), False),
     ("fold_scales", lambda: fold_scales(ones(4, 1), ones(4, 1), None), True),
     ("fold_scales", lambda: fold_scales(ones(0, 1), ones(0, 1), None), False),
-    ("combine", lambda: combine(ones(4, 8), zeros(2, 2, dtype=INT)), True),
-    ("combine", lambda: combine(ones(4, 0), zeros(2, 2, dtype=INT)), False),
+    ("combine", lambda: combine(ones(4, 8), zeros(2, 2, dtype=INT), None), True),
+    ("combine", lambda: combine(ones(4, 0), zeros(2, 2, dtype=INT), None), False),
     ("combine_weight_gradient", lambda: combine_weight_gradient(ones(2, 8), ones(4, 8), zeros(2, 2, dtype=INT)), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored()), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored(torch.int8)), True),
@@ -248,8 +248,14 @@ def test_kernels_get_contiguous_tensors(calls):
     factors = {"column_scale": column, "row_scale": row, "h_scale": row}
     activation_backward(x, u, "swiglu", E4M3, h_cast=E4M3, biased=True, **factors)
     quantize_stack([x, x], E4M3)
+    quantize_transposed(x.contiguous(), E4M3, zeros(6, dtype=INT)[::2])
+    scale, first = ones(2, 2)[:, 0], zeros(2, 2, dtype=INT)[:1, 0]
+    cached_attention(new(1, 4, 1, 16), *stored(torch.int8)[:2], scale, scale, torch.tensor(3), first=first)
+    append_kv(*[new(1, 2, 1, 16)] * 2, *stored(torch.int8)[:2], scale, scale, torch.tensor(3), clipped())
+    q, angle, norm = new(1, 1, 32), new(1, 16, 1).transpose(1, 2), new(16, 2)[:, 0]
+    rotate_append(q, q, q, angle, angle, *stored(), clipped(), q_norm=norm, k_norm=norm)
     tensors = [value for _, values in calls for value in tree_leaves(values) if isinstance(value, Tensor)]
-    assert len(tensors) == 4 + 6 + 5 + 2
+    assert len(tensors) == 4 + 6 + 5 + 2 + 2 + 7 + 8 + 11
     assert all(t.is_contiguous() for t in tensors)
 
 
@@ -340,7 +346,7 @@ BAD = [  # a call, and the message of its error
     *((lambda x=x: rotate(x()), r"rotate takes a tensor \[\.\.\., n\] of float32, bfloat16 or float16, got")
       for x in (lambda: ones(()), lambda: ones(2, 4).double(), lambda: ones(2, 4).int())),
     (lambda: gather_quantize(ones(4, 8), E4M3, column_scale=ones(2, 8)), "column_scale needs group"),
-    (lambda: combine(ones(4, 8), zeros(4, dtype=INT)), r"row must be int32 \[T, top_k\], got torch.int32 \[4\]"),
+    (lambda: combine(ones(4, 8), zeros(4, dtype=INT), None), r"row must be int32 \[T, top_k\], got torch.int32 \[4\]"),
     *((lambda s=s: norm_quantize(ones(3, 6), ones(s), ones(6), None, EPS, E4M3, center=True),
        rf"residual must be {FLOAT} \[3, 6\], got") for s in ((1, 6), (3, 1), (6,))),
     (lambda: activation_scales(ones(3, 8), "relu", E4M3), "'relu': choose one of swiglu, geglu, gelu"),
@@ -352,6 +358,11 @@ BAD = [  # a call, and the message of its error
     (lambda: ordered_attention(new(1, 4, 1, 16), *in_order(torch.int8)), "k_scale goes with eight-bit"),
     (lambda: ordered_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"a must be .*fn \[3, 9\], got"),
     (lambda: rotates(q=zeros(2, 3, 24).bfloat16()), "q must be"),
+    (lambda: rotates(clipped=zeros(4).long()[::2]), "rotate_append writes to clipped, which must be contiguous"),
+    (
+        lambda: append_kv(*[zeros(1, 2, 1, 16).bfloat16()] * 2, *stored()[:4], torch.tensor(3), zeros(4).long()[::2]),
+        "append_kv writes to clipped, which must be contiguous",
+    ),
     (lambda: rotates(k_scale=ones(2)), "k_scale goes with"),
     (lambda: fp8_attends(heads=slice(3)), "q must be"),
     (lambda: fp8_attends(slice(4)), "with S >= T"),

@@ -75,30 +75,16 @@ def ordered_attention(
     return _ordered_attention(q, keys, values, None, None, length, first, scale)
 
 
-def append_kv(
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-) -> None:
-    """Store k and v [B, G, T, D] of new tokens as in `cached_attention`, each number rounded once and saturated.
-
-    `length` counts them already. If it exceeds S, a GPU drops the tokens that do not fit (and `cached_attention` gives
-    NaN); a CPU raises IndexError. The counts of numbers that saturated or were NaN are added to `clipped`, int64 [2]
-    for keys and values.
-    """
-    _append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
-
-
 # ---- The references, and the numbers that a cache stores.
 
 
 def append_kv_reference(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
-    """Store k and v [B, G, T, D] as the last T of `length` tokens; add the counts of saturated numbers to `clipped`."""
+    """append_kv(k, v, keys, values, k_scale, v_scale, length, clipped): store k and v [B, G, T, D] of new tokens.
+
+    The cache is that of `cached_attention`. Each number is rounded once and saturated. `length` counts the new tokens
+    already. If it exceeds S, a GPU drops the tokens that do not fit (and `cached_attention` gives NaN); a CPU raises
+    IndexError. The counts of numbers that saturated or were NaN are added to `clipped`, int64 [2] for keys and values.
+    """
     keys, values, k_scale, v_scale, length = cache
     new = k.shape[2]
     at = length - new + torch.arange(new, device=k.device)
@@ -235,9 +221,9 @@ def _attends(q: Tensor, cache: Cache, *rest: Any) -> bool:
     return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device, (8, 0))
 
 
-_cached_attention = operation(check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=True)(
-    cached_attention_reference
-)
+_cached_attention = operation(
+    check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=("q", "keys", "values")
+)(cached_attention_reference)
 
 
 def _attends_in_order(q: Tensor, cache: Cache, *rest: Any) -> bool:
@@ -246,7 +232,7 @@ def _attends_in_order(q: Tensor, cache: Cache, *rest: Any) -> bool:
 
 
 _ordered_attention = operation(
-    check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends_in_order, strided=True
+    check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends_in_order, strided=("q", "keys", "values")
 )(ordered_attention_reference)
 
 
@@ -265,10 +251,10 @@ def stores(cache: Cache) -> bool:
     return has_kernels(keys.device, (8, 9) if keys.dtype == torch.float8_e4m3fn else (8, 0))
 
 
-_append_kv = operation(
+append_kv = operation(
     check=_check_append,
     like=lambda *args: None,
     runs=lambda k, v, cache, *rest: k.numel() > 0 and stores(cache),
     mutates=("keys", "values", "clipped"),
-    strided=True,
+    strided=("k", "v"),
 )(append_kv_reference)

@@ -36,7 +36,11 @@ def gather_quantize_reference(
 
 
 def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
-    """out [T, K], the sum of weight[t, s] * y[row[t, s]] over s, in float32 and in order."""
+    """out [T, K]: the sum of weight[t, s] * y[row[t, s]] over the slots s, in float32 and in order, rounded once.
+
+    y [M, K] is float32, bfloat16 or float16. row is int32 [T, top_k], -1 for a slot that adds nothing. weight is
+    float32 [T, top_k], or None for ones.
+    """
     total = torch.zeros(row.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
     y = F.pad(y, (0, 0, 0, 1))  # the row -1 is zero
     for s in range(row.shape[1]):
@@ -80,15 +84,6 @@ def gather_quantize(
     return QTensor(data, scale, cast.fmt, ROW)
 
 
-def combine(y: Tensor, row: Tensor, weight: Tensor | None = None) -> Tensor:
-    """out [T, K]: the sum of weight[t, s] * y[row[t, s]] over the slots s, in float32, rounded once.
-
-    y [M, K] is float32, bfloat16 or float16. row is int32 [T, top_k], -1 for a slot that adds nothing. weight is
-    float32 [T, top_k], or None for ones.
-    """
-    return _combine(y, row, weight)
-
-
 def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *factors: Tensor | None) -> None:
     column_scale, group, row_scale = factors
     check_matrix("gather_quantize", x)
@@ -127,7 +122,7 @@ def _combines(y: Tensor, *rest: Any) -> bool:
 _gather_quantize = operation(
     check=_check_gather, like=_like, runs=lambda x, cast, *rest: runs_fused(x, x.shape[1], cast.format)
 )(gather_quantize_reference)
-_combine = operation(
+combine = operation(
     check=_check_combine, like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])), runs=_combines
 )(combine_reference)
 combine_weight_gradient = operation(

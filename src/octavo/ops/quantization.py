@@ -253,7 +253,7 @@ _quantize_transposed = operation(
     check=_check_transposed,
     like=lambda x, cast, seed, place: _like(x, (x.shape[1], (x if place is None else place).shape[0]), cast),
     runs=lambda x, cast, seed, place: _has_kernel(x, cast, (x if place is None else place).shape[0]),
-    strided=True,  # the kernel copies x only where it must
+    strided=("x",),  # the kernel copies it only where it must
 )(quantize_transposed_reference)
 _quantize_scaled = operation(
     like=lambda x, scale, fmt, seed: (x.new_empty(x.shape, dtype=fmt.dtype), scale.new_empty((1, 1))),
