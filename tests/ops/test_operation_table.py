@@ -188,7 +188,7 @@ RUNS = [  # a call, and whether the kernel runs
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(128, 128))), True),
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(16, 16))), False),
     ("requantize_norm", lambda: requantize_norm(ones(4, 8), None, ones(4, 1), ones(8), None, ones(4, 1), E4M3), True),
-    ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, center=True), True),
+    ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, True), True),
     ("activation_quantize", lambda: activation_scales(ones(3, 8), "gelu", E4M3), True),
     ("activation_quantize", lambda: activation_scales(ones(3, LONGEST_ROW + 1), "gelu", E4M3), False),
     ("activation_quantize", lambda: activation_quantize_scaled(ones(3, 8), "gelu", ones(3, 1), E4M3), True),
@@ -243,7 +243,7 @@ def test_every_operation_with_kernels_is_in_the_table():
 def test_kernels_get_contiguous_tensors(calls):
     x, k, row = torch.randn(70, 5).t(), torch.randn(70, 2)[:, 0], ones(1, 1).expand(5, 1)
     norm_quantize(x, x, k, k, EPS, E4M3, center=True)
-    norm_backward(x, x, k, row, row, x, center=True)
+    norm_backward(x, x, k, row, row, x, True)
     u, column = torch.randn(140, 5).t(), ones(1, 1).expand(1, 140)
     factors = {"column_scale": column, "row_scale": row, "h_scale": row}
     activation_backward(x, u, "swiglu", E4M3, h_cast=E4M3, biased=True, **factors)
