@@ -413,7 +413,7 @@ def test_compiled_code_refuses_it_too():
 # Those of a quantized tensor, which it checks itself, and what no caller of ours gives wrongly.
 OF_OTHERS = {"seed", "after", "scale", "scale_a", "scale_b"}
 UNCHECKED = {
-    "quantize_scaled": "x", "rotate": "x", "requantize_norm": "x mean rstd weight bias",
+    "quantize_scaled": "x", "rotate": "x",
     "weight_only_mm": "w", "grouped_weight_only_mm": "w", "int8_mm": "a b", "scaled_mm": "a b",
     "grouped_mm": "a b", "grouped_mm_dw": "a b", "add_product": "y u b",
     "multiply": "x factor", "fp8_attention": "q_scale k_scale v_scale", "fp8_attention_backward": "scales",

@@ -332,9 +332,12 @@ def _check_scales(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, granula
 
 
 def _check_norm(x: Tensor, *rest: Any) -> None:
-    scale = rest[4]
-    if x.shape[0] != scale.shape[0]:
-        raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
+    check_matrix("requantize_norm", x)
+    mean, rstd, weight, bias, scale, _ = rest
+    for name, t in (("mean", mean), ("rstd", rstd), ("scale", scale)):
+        check_tensor(name, t, (x.shape[0], 1), torch.float32)
+    for name, t in (("weight", weight), ("bias", bias)):
+        check_tensor(name, t, (x.shape[1],), *FLOATS)
 
 
 def _shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
