@@ -61,9 +61,6 @@ def test_a_residual_is_added_to_what_was_rounded(dtype):
     bias, residual = torch.randn(80), torch.randn(80, 33).to(dtype).t()
     actual = scaled_mm(a, b, bias=bias, residual=residual, out_dtype=dtype)
     assert torch.equal(actual, scaled_mm(a, b, bias=bias, out_dtype=dtype) + residual)
-    for other in (residual.half(), residual[:1]):
-        with pytest.raises(ValueError, match=rf"residual must be {dtype} \[33, 80\], got"):
-            scaled_mm(a, b, residual=other, out_dtype=dtype)
 
 
 def test_bf16_is_the_default_and_fast_accumulation_is_exact_here():
