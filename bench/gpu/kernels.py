@@ -110,7 +110,7 @@ def norms(x: Tensor) -> Iterator[Kernel]:
         cast_again = total, mean if center else None, rstd, weight, beta, scale, ROW_X.format
         yield Kernel(f"{name}, cast again, transposed", quantization._requantize_norm, cast_again, x.numel(), 3)
         backward = x, residual, weight, mean, rstd, x, center
-        yield Kernel(f"{name} + residual, backward", norm._norm_backward, backward, x.numel(), 8)
+        yield Kernel(f"{name} + residual, backward", norm.norm_backward, backward, x.numel(), 8)
 
 
 def activations(f: int) -> Iterator[Kernel]:

@@ -203,14 +203,10 @@ def test_amax_is_nan_in_the_block_that_holds_one_and_only_there(granularity):
         assert torch.equal(amax[place], torch.tensor(expected)) or (amax[place].isnan() and math.isnan(expected))
 
 
-@pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
-def test_name_round_trip(granularity):
-    assert parse_granularity(granularity.name) == granularity
-
-
-def test_names_written_out():
-    names = ["tensor", "row", "group:64", "block:128x128", "block:16x1"]
-    assert [g.name for g in (TENSOR, ROW, group(64), block(128, 128), block(16, 1))] == names
+def test_names():
+    names = ["tensor", "row", "group:4", "group:64", "block:2x3", "block:128x128", "block:16x1", "group:1"]
+    assert [granularity.name for granularity in ALL] == names
+    assert [parse_granularity(name) for name in names] == ALL
     assert parse_granularity("block:1x128") == group(128)
 
 

@@ -9,7 +9,7 @@ import torch
 from attention_oracle import DTYPES, attention64, every_bf16, given, stored, wide
 
 from octavo.ops import append_kv, cached_attention
-from octavo.ops.attention import MAX_DIM, MAX_ROWS, cached_attention_reference, widened_attention
+from octavo.ops.attention import MAX_DIM, MAX_ROWS, ordered_attention, widened_attention
 from octavo.ops.attention_tiles import TILES, choose_tile, shared_bytes, splits_of
 from octavo.ops.launching import Cache
 
@@ -54,14 +54,19 @@ def test_what_lies_beyond_the_length_does_not_count():
     assert torch.equal(cached_attention(q, *cache, length_of(7)), expected)
 
 
+def by_operation(q, cache, first, scale):
+    return cached_attention(q, *cache, first=first, scale=scale)
+
+
 @HERE
+@pytest.mark.parametrize("run", [by_operation, widened_attention])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_nothing_seen_more_than_room_a_torn_mask_and_nan(kind, device):
+def test_nothing_seen_more_than_room_a_torn_mask_and_nan(kind, run, device):
     q, *cache = (t.to(device) for t in given(kind, 2, 4, 2, 2, 64, 200))
 
     def attend(used: int, first: list[int] | None = None) -> torch.Tensor:
         places = None if first is None else torch.tensor(first, dtype=torch.int32, device=device)
-        return cached_attention(q, *cache, length_of(used).to(device), first=places)
+        return run(q, Cache(*cache, length_of(used).to(device)), places, 0.125)
 
     y = attend(9, [8, 0])
     assert not y[0, :, 0].any()
@@ -78,13 +83,21 @@ def test_nothing_seen_more_than_room_a_torn_mask_and_nan(kind, device):
         assert not y[0, :2].isnan().any()
 
 
-@pytest.mark.parametrize("run", [cached_attention_reference, widened_attention])
-def test_more_tokens_than_room_or_a_torn_mask_give_nan(run):
-    q, *cache = given("fp8", 2, 2, 1, 1, 16, 20)
-    assert run(q, Cache(*cache, length_of(21)), None, 0.25).isnan().all()
-    actual = run(q, Cache(*cache, length_of(20)), torch.tensor([-1, 3], dtype=torch.int32), 0.25)
-    assert actual[0].isnan().all()
-    assert not actual[1].isnan().any()
+@pytest.mark.parametrize("attend", [cached_attention, ordered_attention])
+@pytest.mark.parametrize(("batch", "new", "used"), [(0, 1, 3), (1, 0, 0), (1, 1, 0)])
+def test_no_sequences_no_queries_and_no_tokens_give_zeros(attend, batch, new, used):
+    q, *cache = given("bf16", batch, 4, 2, new, 16, 9)
+    y = attend(q, *cache[: 2 if attend is ordered_attention else 4], length_of(used))
+    assert torch.equal(y, torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("used", [9, 10])
+def test_strided_queries_give_a_contiguous_result(used):
+    q, keys, values, *_ = given("bf16", 2, 4, 2, 3, 16, 9)
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    y = ordered_attention(strided, keys, values, length_of(used))
+    assert y.is_contiguous()
+    assert torch.equal(y.nan_to_num(9), ordered_attention(q, keys, values, length_of(used)).nan_to_num(9))
 
 
 def test_the_scale_of_products_is_that_of_the_size_by_default():
@@ -160,23 +173,14 @@ ADA, HOPPER = 99 * 1024, 227 * 1024
 
 
 @pytest.mark.parametrize("size", TILES)
-def test_the_largest_heads_fit_on_ada_and_rtx_blackwell(size):
+def test_a_hopper_takes_the_fastest_and_the_largest_heads_fit_on_ada_and_rtx_blackwell(size):
     for block_d in (64, 128, MAX_DIM):
+        assert choose_tile(size, MAX_ROWS, block_d, HOPPER) == TILES[size][0]
         for block_m in (16, MAX_ROWS):
             tile = choose_tile(size, block_m, block_d, ADA)
             assert shared_bytes(tile, size, block_m, block_d) <= ADA
-
-
-@pytest.mark.parametrize("size", TILES)
-def test_a_hopper_takes_the_fastest(size):
-    for block_d in (64, 128, MAX_DIM):
-        assert choose_tile(size, MAX_ROWS, block_d, HOPPER) == TILES[size][0]
-
-
-def test_tiles_shrink_along_the_list():
-    for size, tiles in TILES.items():
-        needs = [shared_bytes(tile, size, 16, 128) for tile in tiles]
-        assert needs == sorted(needs, reverse=True)
+    needs = [shared_bytes(tile, size, 16, 128) for tile in TILES[size]]
+    assert needs == sorted(needs, reverse=True)
 
 
 # ---- The integer instructions that widen bytes of E4M3 for GPUs before Ada, interpreted

@@ -10,23 +10,18 @@ from octavo.ops import gemm as op
 from octavo.ops import quantize, scaled_mm
 from octavo.ops.dispatch import Backend
 
-SIZES = [(1, 1, 1), (3, 5, 7), (17, 130, 33), (129, 257, 65)]
+SIZES = [(1, 1, 1), (3, 5, 7), (17, 130, 33), (129, 257, 65), (33, 2050, 40)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_float32_results_on_the_worst_row(pair, size):
+def test_results_on_the_worst_row(pair, size):
+    """One size has a long reduction: sums in BF16 would miss these bounds."""
     a, b = operands(pair, *size)
-    y = scaled_mm(a, b, out_dtype=torch.float32)
-    assert (y.shape, y.dtype) == ((size[0], size[2]), torch.float32)
-    assert worst_row(y, wide(a) @ wide(b).T) < 1e-6
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_bf16_results_on_the_worst_row(pair):
-    """A long reduction: sums in BF16 would miss these bounds."""
-    a, b = operands(pair, 33, 2050, 40)
-    assert worst_row(scaled_mm(a, b), wide(a) @ wide(b).T) < 2.0**-8  # half an ulp of each element, at most
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)):  # of BF16 half an ulp, at most
+        y = scaled_mm(a, b, out_dtype=dtype)
+        assert (y.shape, y.dtype) == ((size[0], size[2]), dtype)
+        assert worst_row(y, wide(a) @ wide(b).T) < bound
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24)])
@@ -66,9 +61,6 @@ def test_a_residual_is_added_to_what_was_rounded(dtype):
     bias, residual = torch.randn(80), torch.randn(80, 33).to(dtype).t()
     actual = scaled_mm(a, b, bias=bias, residual=residual, out_dtype=dtype)
     assert torch.equal(actual, scaled_mm(a, b, bias=bias, out_dtype=dtype) + residual)
-    for other in (residual.half(), residual[:1]):
-        with pytest.raises(ValueError, match=rf"residual must be {dtype} \[33, 80\], got"):
-            scaled_mm(a, b, residual=other, out_dtype=dtype)
 
 
 def test_bf16_is_the_default_and_fast_accumulation_is_exact_here():

@@ -181,12 +181,6 @@ def test_compiled_code_holds_the_operation():
     assert any("octavo.quantize" in str(target) for target in graphs[0])
 
 
-def test_a_gradient_is_refused():
-    x = torch.randn(3, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="has no gradient"):
-        quantize(x, Cast()).scale.sum().backward()
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_written_tensors_have_a_new_version(mode):
     """Autograd refuses a backward pass that needs their former numbers."""

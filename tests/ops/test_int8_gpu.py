@@ -10,9 +10,10 @@ from metrics import distance
 from operation_counts import operations
 from runtime_examples import layer_by_layer, logits, tokens
 from tiny_models import folder_maker
+from torch import Tensor
 
 import octavo
-from octavo.numerics import Cast
+from octavo.numerics import Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.int8_gemm import int8_mm, int8_mm_reference
 
@@ -23,13 +24,17 @@ INT8 = Cast("int8")
 SIZES = [(1, 4096, 4096), (5, 515, 160), (16, 512, 14336), (64, 77, 1056), (100, 333, 80), (300, 1000, 4096)]
 
 
+def exact_product(a: QTensor, b: QTensor) -> Tensor:
+    return int8_mm_reference(a.data, a.scale, b.data, b.scale, None, None, torch.float32)
+
+
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_the_gemm_gives_the_bytes_of_the_reference(m, n, k):
     torch.manual_seed(m)
     a, b = quantize(torch.randn(m, k), INT8), quantize(torch.randn(n, k) * torch.logspace(-2, 1, n)[:, None], INT8)
     bias, residual = torch.randn(n).bfloat16(), torch.randn(m, n).bfloat16()
     operands = [type(q)(q.data.cuda(), q.scale.cuda(), q.format, q.granularity) for q in (a, b)]
-    exact = int8_mm_reference(a.data, a.scale, b.data, b.scale)
+    exact = exact_product(a, b)
     poison()
     assert_same(int8_mm(*operands, out_dtype=torch.float32), exact)
     assert_same(int8_mm(*operands, bias=bias.cuda()), (exact + bias).bfloat16())
@@ -51,8 +56,7 @@ def test_sums_of_many_rows_are_scaled_in_parts(m, monkeypatch):
     bias, residual = torch.randn(1024), torch.randn(m, 1024).bfloat16()
     poison()
     y = kernel.int8_mm(*operands, bias.cuda(), residual.cuda(), torch.bfloat16)
-    exact = int8_mm_reference(a.data, a.scale, b.data, b.scale)
-    assert_same(y, (exact + bias).bfloat16() + residual)
+    assert_same(y, (exact_product(a, b) + bias).bfloat16() + residual)
 
 
 def test_k_is_split_for_more_rows_than_a_grid_has_in_y():
@@ -63,7 +67,7 @@ def test_k_is_split_for_more_rows_than_a_grid_has_in_y():
     operands = a.data, a.scale, b.data, b.scale
     poison()
     y = kernel.int8_mm(*operands, None, None, torch.float32, kernel.Tiling(128, 128, 128, 3, 8, split_k=2))
-    assert_same(y, int8_mm_reference(*operands))
+    assert_same(y, exact_product(a, b))
 
 
 @pytest.fixture(scope="module")

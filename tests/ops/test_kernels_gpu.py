@@ -224,7 +224,7 @@ def test_the_norms_of_a_gpu_give_the_bytes_of_a_cpu(shape, dtype, cast, center):
 
 def test_the_gradient_of_a_norm_of_no_rows():
     x, weight, column = (torch.ones(shape, device="cuda") for shape in ((0, 7), (7,), (0, 1)))
-    dx, dweight, dbias = norm_backward(x, x, weight, column, column, x, center=True)
+    dx, dweight, dbias = norm_backward(x, x, weight, column, column, x, True)
     assert dx.shape == (0, 7)
     assert_same(dweight, torch.zeros_like(weight))
     assert_same(dbias, torch.zeros_like(weight))

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from interpreted_triton import interpreter
 
 from octavo.ops import index_of_largest
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 SHAPES = [(1, 1), (3, 7), (2, 512), (5, 16384), (2, 40000)]
 
 
@@ -25,7 +25,7 @@ def kernel(shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
     return largest.index_of_largest(given(shape, dtype)).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_first_of_the_largest(shape, dtype):
     found = index_of_largest(given(shape, dtype))
@@ -34,17 +34,15 @@ def test_the_first_of_the_largest(shape, dtype):
 
 
 @pytest.mark.triton
-def test_the_kernel_finds_it():
-    pytest.importorskip("triton")
-    with interpreter() as pool:
-        for shape in SHAPES:
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                required = np.argmax(given(shape, dtype).float().numpy(), 1).tolist()
-                assert pool.submit(kernel, shape, dtype).result() == required
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_finds_it(kernels, shape, dtype):
+    required = np.argmax(given(shape, dtype).float().numpy(), 1).tolist()
+    assert kernels.submit(kernel, shape, dtype).result() == required
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 128256)], ids=str)
 def test_a_gpu_finds_it(shape, dtype):
     x = given(shape, dtype)

@@ -108,7 +108,7 @@ def test_backward(device, shape, dtype, residual, center):
     for _ in range(3 if device == "cuda" else 1):
         if device == "cuda":
             poison()
-        actual = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
+        actual = norm_backward(dn, x, weight, mean, rstd, beside, center)
         assert [t.dtype for t in actual] == [dtype, weight.dtype, weight.dtype]
         assert [t.shape for t in actual] == [shape, shape[1:], (shape[1] if center else 0,)]
         for one, other, size in zip(actual, expected, magnitudes, strict=False):

@@ -29,7 +29,7 @@ from torch import Tensor, ones, zeros
 from torch.utils._pytree import tree_leaves
 
 import octavo.ops
-from octavo.numerics import TENSOR, Cast, Granularity, QTensor, block, group
+from octavo.numerics import ROW, TENSOR, Cast, Granularity, QTensor, block, group
 from octavo.ops import (
     activation_backward,
     activation_quantize,
@@ -188,7 +188,7 @@ RUNS = [  # a call, and whether the kernel runs
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(128, 128))), True),
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(16, 16))), False),
     ("requantize_norm", lambda: requantize_norm(ones(4, 8), None, ones(4, 1), ones(8), None, ones(4, 1), E4M3), True),
-    ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, center=True), True),
+    ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, True), True),
     ("activation_quantize", lambda: activation_scales(ones(3, 8), "gelu", E4M3), True),
     ("activation_quantize", lambda: activation_scales(ones(3, LONGEST_ROW + 1), "gelu", E4M3), False),
     ("activation_quantize", lambda: activation_quantize_scaled(ones(3, 8), "gelu", ones(3, 1), E4M3), True),
@@ -203,8 +203,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("transpose", lambda: transpose(zeros(4, 8).to(torch.float8_e4m3fnuz)), False),
     ("fold_scales", lambda: fold_scales(ones(4, 1), ones(4, 1), None), True),
     ("fold_scales", lambda: fold_scales(ones(0, 1), ones(0, 1), None), False),
-    ("combine", lambda: combine(ones(4, 8), zeros(2, 2, dtype=INT)), True),
-    ("combine", lambda: combine(ones(4, 0), zeros(2, 2, dtype=INT)), False),
+    ("combine", lambda: combine(ones(4, 8), zeros(2, 2, dtype=INT), None), True),
+    ("combine", lambda: combine(ones(4, 0), zeros(2, 2, dtype=INT), None), False),
     ("combine_weight_gradient", lambda: combine_weight_gradient(ones(2, 8), ones(4, 8), zeros(2, 2, dtype=INT)), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored()), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored(torch.int8)), True),
@@ -216,6 +216,7 @@ RUNS = [  # a call, and whether the kernel runs
     ("ordered_attention", lambda: ordered_attention(new(1, 4, 1, 16).float(), *in_order(torch.float32)), False),
     ("ordered_attention", lambda: ordered_attention(new(1, 4, 1, 264), *in_order(width=264)), False),
     ("ordered_mm", lambda: ordered_mm(new(3, 8), new(4, 8)), True),
+    ("int8_mm", lambda: int8_mm(*[QTensor(zeros(4, 8).to(torch.int8), ones(4, 1), Cast("int8").fmt, ROW)] * 2), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 1, 16)] * 2, *stored(), clipped()), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 0, 16)] * 2, *stored(), clipped()), False),
     ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), *LOSS), True),
@@ -242,13 +243,19 @@ def test_every_operation_with_kernels_is_in_the_table():
 def test_kernels_get_contiguous_tensors(calls):
     x, k, row = torch.randn(70, 5).t(), torch.randn(70, 2)[:, 0], ones(1, 1).expand(5, 1)
     norm_quantize(x, x, k, k, EPS, E4M3, center=True)
-    norm_backward(x, x, k, row, row, x, center=True)
+    norm_backward(x, x, k, row, row, x, True)
     u, column = torch.randn(140, 5).t(), ones(1, 1).expand(1, 140)
     factors = {"column_scale": column, "row_scale": row, "h_scale": row}
     activation_backward(x, u, "swiglu", E4M3, h_cast=E4M3, biased=True, **factors)
     quantize_stack([x, x], E4M3)
+    quantize_transposed(x.contiguous(), E4M3, zeros(6, dtype=INT)[::2])
+    scale, first = ones(2, 2)[:, 0], zeros(2, 2, dtype=INT)[:1, 0]
+    cached_attention(new(1, 4, 1, 16), *stored(torch.int8)[:2], scale, scale, torch.tensor(3), first=first)
+    append_kv(*[new(1, 2, 1, 16)] * 2, *stored(torch.int8)[:2], scale, scale, torch.tensor(3), clipped())
+    q, angle, norm = new(1, 1, 32), new(1, 16, 1).transpose(1, 2), new(16, 2)[:, 0]
+    rotate_append(q, q, q, angle, angle, *stored(), clipped(), q_norm=norm, k_norm=norm)
     tensors = [value for _, values in calls for value in tree_leaves(values) if isinstance(value, Tensor)]
-    assert len(tensors) == 4 + 6 + 5 + 2
+    assert len(tensors) == 4 + 6 + 5 + 2 + 2 + 7 + 8 + 11
     assert all(t.is_contiguous() for t in tensors)
 
 
@@ -329,13 +336,17 @@ BAD = [  # a call, and the message of its error
         lambda: requantize_transposed([ones(7, 13)], ones(1, 1), E4M3),
         r"need the scales of \[\[7, 13\]\] by row, got scales \[1, 1\]",
     ),
+    *((lambda call=call: call([ones(3, 8), ones(3, 16)]), r"columns, got \[\[3, 8\], \[3, 16\]\]") for call in (
+        lambda x: quantize_stack(x, E4M3), lambda x: row_scales(x, E4M3), lambda x: requantize(x, ones(6, 1), E4M3),
+        lambda x: requantize_transposed(x, ones(6, 1), E4M3),
+    )),
     (lambda: transpose(zeros(4).to(E8)), r"a matrix of an eight-bit format, got torch.float8_e4m3fn \[4\]"),
     *((lambda x=x: index_of_largest(x), r"index_of_largest takes a matrix \[M, N\]")
       for x in (ones(3), ones(3, 0), ones(3, 4, dtype=INT))),
     *((lambda x=x: rotate(x()), r"rotate takes a tensor \[\.\.\., n\] of float32, bfloat16 or float16, got")
       for x in (lambda: ones(()), lambda: ones(2, 4).double(), lambda: ones(2, 4).int())),
     (lambda: gather_quantize(ones(4, 8), E4M3, column_scale=ones(2, 8)), "column_scale needs group"),
-    (lambda: combine(ones(4, 8), zeros(4, dtype=INT)), r"row must be int32 \[T, top_k\], got torch.int32 \[4\]"),
+    (lambda: combine(ones(4, 8), zeros(4, dtype=INT), None), r"row must be int32 \[T, top_k\], got torch.int32 \[4\]"),
     *((lambda s=s: norm_quantize(ones(3, 6), ones(s), ones(6), None, EPS, E4M3, center=True),
        rf"residual must be {FLOAT} \[3, 6\], got") for s in ((1, 6), (3, 1), (6,))),
     (lambda: activation_scales(ones(3, 8), "relu", E4M3), "'relu': choose one of swiglu, geglu, gelu"),
@@ -347,11 +358,20 @@ BAD = [  # a call, and the message of its error
     (lambda: ordered_attention(new(1, 4, 1, 16), *in_order(torch.int8)), "k_scale goes with eight-bit"),
     (lambda: ordered_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"a must be .*fn \[3, 9\], got"),
     (lambda: rotates(q=zeros(2, 3, 24).bfloat16()), "q must be"),
+    (lambda: rotates(clipped=zeros(4).long()[::2]), "rotate_append writes to clipped, which must be contiguous"),
+    (
+        lambda: append_kv(*[zeros(1, 2, 1, 16).bfloat16()] * 2, *stored()[:4], torch.tensor(3), zeros(4).long()[::2]),
+        "append_kv writes to clipped, which must be contiguous",
+    ),
     (lambda: rotates(k_scale=ones(2)), "k_scale goes with"),
     (lambda: fp8_attends(heads=slice(3)), "q must be"),
     (lambda: fp8_attends(slice(4)), "with S >= T"),
     (lambda: fp8_attends(k_scale=ones(2)), "k_scale must be float32 with one element"),
     (lambda: scaled_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"same K, got \[3, 8\] and \[4, 9\]"),
+    (
+        lambda: scaled_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 8), E4M3), bias=ones(1)),
+        rf"bias must be {FLOAT} \[4\], got {F32} \[1\]",
+    ),
     (lambda: grouped(k=64), r"the same K, got \[8, 48\] and \[2, 32, 64\]"),
     (lambda: grouped(cast=Cast(granularity=block(4, 4))), r"row scales, .* got block:4x4 and row"),
     (lambda: grouped_dw((48, 8)), r"the same M, got \[8, 48\] and \[48, 8\]"),
@@ -393,8 +413,8 @@ def test_compiled_code_refuses_it_too():
 # Those of a quantized tensor, which it checks itself, and what no caller of ours gives wrongly.
 OF_OTHERS = {"seed", "after", "scale", "scale_a", "scale_b"}
 UNCHECKED = {
-    "quantize_scaled": "x", "rotate": "x", "requantize_norm": "x mean rstd weight bias",
-    "weight_only_mm": "w", "grouped_weight_only_mm": "w", "int8_mm": "a b", "scaled_mm": "a b bias",
+    "quantize_scaled": "x", "rotate": "x",
+    "weight_only_mm": "w", "grouped_weight_only_mm": "w", "int8_mm": "a b", "scaled_mm": "a b",
     "grouped_mm": "a b", "grouped_mm_dw": "a b", "add_product": "y u b",
     "multiply": "x factor", "fp8_attention": "q_scale k_scale v_scale", "fp8_attention_backward": "scales",
 }  # fmt: skip

@@ -10,6 +10,8 @@ from bits import bits
 from operation_examples import Example, examples, of_experts, of_gemm_and_attention, of_loss, permutations, products
 from quantize_oracle import matrix
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo.numerics import Cast
@@ -118,6 +120,18 @@ def test_results_on_the_meta_device(name, values):
             assert fake.device.type == "meta"
             assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
             assert (fake.is_contiguous(), real.is_contiguous()) == (True, True)
+
+
+CONSTANTS = {"append_kv": {2}, "rotate_append": {2}, "fp8_attention_backward": {7}}  # sizes that a check demands
+
+
+@each(cases((5, 70)), others(), of_gemm_and_attention(), of_loss())
+def test_sizes_stay_variables_in_compiled_code(name, values):
+    """`len` of a tensor would make its size a constant, and code would be compiled again for each number of tokens."""
+    sizes = ShapeEnv()
+    with FakeTensorMode(shape_env=sizes, static_shapes=False) as mode:
+        getattr(torch.ops.octavo, name)(*tree_map_only(Tensor, mode.from_tensor, values))
+    assert {int(found) for found in sizes.replacements.values() if found.is_number} <= CONSTANTS.get(name, set())
 
 
 @each(cases((17, 130)), others(), of_gemm_and_attention())

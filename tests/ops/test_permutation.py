@@ -103,3 +103,10 @@ def test_combine_and_its_gradient(experts, weighted):
                 slots[t, s] = part @ dout[t].double().numpy()
     np.testing.assert_allclose(combine(y, row, weight if weighted else None).numpy(), exact, atol=2e-6)
     np.testing.assert_allclose(combine_weight_gradient(dout, y, row).numpy(), slots, atol=2e-5)
+
+
+def test_tokens_whose_experts_are_all_elsewhere():
+    """No expert here has a row."""
+    y, row = torch.zeros(0, K), torch.full((TOKENS, TOP_K), -1, dtype=torch.int32)
+    assert torch.equal(combine(y, row, None), torch.zeros(TOKENS, K))
+    assert torch.equal(combine_weight_gradient(torch.ones(TOKENS, K), y, row), torch.zeros(TOKENS, TOP_K))

@@ -54,18 +54,14 @@ def quantized(parts: list[Tensor], cast: Cast, *, at_once: bool) -> tuple[Tensor
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.spec)
 def test_each_matrix_as_by_itself(cast: Cast, at_once: bool) -> None:
+    """The memory between the matrices stays as it is."""
     parts = matrices(40, torch.bfloat16)
     _, data, scale = quantized(parts, cast, at_once=at_once)
     for x, start in zip(parts, starts(), strict=True):
-        expected = quantize(x, cast)
-        assert_same_numbers(data[start : start + x.shape[0]], expected.data)
-        assert_same_numbers(scale[start : start + x.shape[0], None], expected.scale)
-
-
-def test_memory_between_the_matrices_stays() -> None:
-    _, data, _ = quantized(matrices(40, torch.float32), Cast(), at_once=False)
-    for start, rows in zip(starts(), SIZES, strict=True):
-        assert (data[start + rows : start + rows + PADDING].view(torch.uint8) == 7).all()
+        expected, end = quantize(x, cast), start + x.shape[0]
+        assert_same_numbers(data[start:end], expected.data)
+        assert_same_numbers(scale[start:end, None], expected.scale)
+        assert (data[end : end + PADDING].view(torch.uint8) == 7).all()
 
 
 def test_numbers_beyond_a_given_scale_saturate() -> None:

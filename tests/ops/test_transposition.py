@@ -1,9 +1,9 @@
-""""""
+"""The byte transpose against ml_dtypes, and the scales of the backward GEMMs against float64."""
 
 import numpy as np
 import pytest
 import torch
-from codec_oracle import FP8, ML_DTYPES
+from codec_oracle import FP8, ML_DTYPES, same
 from fold_scales_oracle import folded, folded_by_group, scales
 from grouped_examples import offsets_of
 
@@ -31,48 +31,25 @@ def test_bytes_are_transposed_as_they_are(dtype, shape):
     result = transpose(data)
     assert (result.dtype, result.is_contiguous()) == (dtype, True)
     assert np.array_equal(result.view(torch.uint8).numpy(), data.view(torch.uint8).numpy().T)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_result_is_memory_of_its_own(shape):
-    data = torch.zeros(shape).to(torch.float8_e4m3fn)
-    transpose(data).view(torch.uint8).fill_(7)
-    assert not data.view(torch.uint8).any()
+    result.view(torch.uint8).fill_(7)
+    assert torch.equal(data.view(torch.uint8), random_bytes(shape, dtype).view(torch.uint8))  # memory of its own
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_shift_divides_each_row_by_a_power_of_two_and_rounds_once(dtype):
-    """Every finite byte under every shift, against exact float64 arithmetic and one cast by ml_dtypes."""
+    """Every byte under every shift, against exact float64 arithmetic and one cast by ml_dtypes.
+
+    NaN and the infinities of E5M2 stay what they are: their bytes never become those of a number.
+    """
     shifts = torch.tensor([0, 1, 2, 3, 4, 7, 10, 17, 18, 31, 32, 40, 126, 127, 200, 2**31 - 1], dtype=torch.int32)
     data = every_byte(dtype, len(shifts))
-    result = transpose(data, shifts).view(torch.uint8).numpy().T
     with np.errstate(invalid="ignore", under="ignore"):
         wide = data.view(torch.uint8).numpy().view(KINDS[dtype]).astype(np.float64)
-        expected = np.ldexp(wide, -np.minimum(shifts.numpy(), 500)[:, None]).astype(KINDS[dtype]).view(np.uint8)
-    finite = np.isfinite(wide)
-    assert finite.sum() >= 250 * len(shifts) - len(shifts) * 2
-    assert np.array_equal(result[finite], expected[finite])
+        expected = np.ldexp(wide, -np.minimum(shifts.numpy(), 500)[:, None]).astype(KINDS[dtype])
+        assert same(transpose(data, shifts).t().float(), expected)
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("shift", [0, 1, 20, 126, 2**31 - 1])
-def test_nan_survives_any_shift(dtype, shift):
-    data = every_byte(dtype, 1)
-    nan = data.float().isnan()
-    assert nan.any()
-    result = transpose(data, torch.tensor([shift], dtype=torch.int32)).t()
-    assert torch.equal(result.float().isnan(), nan)
-
-
-@pytest.mark.parametrize("shift", [0, 1, 30])
-def test_infinity_never_turns_into_a_number(shift):
-    """As in the codec: the bytes of an E5M2 infinity never become those of the largest number."""
-    data = torch.tensor([[torch.inf, -torch.inf]]).to(torch.float8_e5m2)
-    result = transpose(data, torch.tensor([shift], dtype=torch.int32)).float()
-    assert not result.isfinite().any()
-
-
-# ---- The scales of the backward GEMMs against float64, and the inputs that are refused
+# ---- The scales of the backward GEMMs
 
 
 @pytest.mark.parametrize(("t", "n", "spread"), [(1, 1, 3), (257, 5, 20), (300, 96, 60)])
@@ -117,10 +94,3 @@ def test_the_kernel_folds_the_scales_of_groups(kernels, sizes):
     assert torch.equal(
         kernels.submit(interpreted, *given[:2], s_w[0], None).result()[2], fold_scales(*given[:2], s_w[0]).dw
     )
-
-
-def test_the_scales_for_dw_undo_the_shift():
-    s_x, s_g, s_w = scales(40, 8)
-    dx, shift, dw = fold_scales(s_x, s_g, s_w)
-    product = dx.double() * s_x.double()  # s_g * 2^e, but for the rounding of dx
-    torch.testing.assert_close(torch.exp2(-shift.double()) * (dw.double() * s_w)[0], product[:, 0], rtol=2e-7, atol=0)

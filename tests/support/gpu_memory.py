@@ -1,10 +1,11 @@
 """Poisoned GPU memory, so that elements which a kernel fails to write are not right by chance; waits for the device."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 def poison() -> None:
@@ -15,6 +16,16 @@ def poison() -> None:
     ]
     torch.cuda.synchronize()
     del blocks
+
+
+def replayed(call: Callable[[], Tensor]) -> Tensor:
+    """What a CUDA graph of a call writes when it is replayed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    result.fill_(torch.nan)
+    graph.replay()
+    return result
 
 
 @contextmanager

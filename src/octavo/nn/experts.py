@@ -243,7 +243,7 @@ class _Experts(torch.autograd.Function):
         tokens = torch.where(groups.place < 0, -1, slot[groups.place.clamp(min=0)] // row.shape[1])
         n_t = ops.transpose(x_data, place=tokens)
         dw_in = weight_gradient(recipe, du, scales, n_t, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
-        dx = ops.combine(dn, row).to(ctx.x_dtype)
+        dx = ops.combine(dn, row, None).to(ctx.x_dtype)
         return None, None, dx, dweight, dw_in, dw_out, *([None] * 7)
 
 

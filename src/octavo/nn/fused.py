@@ -280,7 +280,7 @@ class InputInfo:
         if self.norm is None:
             return dn.to(self.dtype).view(self.shape), None, None, None
         total, mean, rstd, gamma, beta = saved
-        dx, dgamma, dbeta = ops.norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), center=self.norm.center)
+        dx, dgamma, dbeta = ops.norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), self.norm.center)
         dx = dx.view(self.shape)
         return dx, dx if self.has_residual else None, dgamma, None if beta is None else dbeta.to(beta.dtype)
 

@@ -11,7 +11,6 @@ multiplied outside of them, and the stored numbers are only widened. A query tha
 A stored number is x * (1 / scale), rounded to nearest even and saturated. INT8 is symmetric, -127 to 127.
 """
 
-from functools import wraps
 from typing import Any
 
 import torch
@@ -76,30 +75,16 @@ def ordered_attention(
     return _ordered_attention(q, keys, values, None, None, length, first, scale)
 
 
-def append_kv(
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-) -> None:
-    """Store k and v [B, G, T, D] of new tokens as in `cached_attention`, each number rounded once and saturated.
-
-    `length` counts them already. If it exceeds S, a GPU drops the tokens that do not fit (and `cached_attention` gives
-    NaN); a CPU raises IndexError. The counts of numbers that saturated or were NaN are added to `clipped`, int64 [2]
-    for keys and values.
-    """
-    _append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
-
-
 # ---- The references, and the numbers that a cache stores.
 
 
 def append_kv_reference(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
-    """Store k and v [B, G, T, D] as the last T of `length` tokens; add the counts of saturated numbers to `clipped`."""
+    """append_kv(k, v, keys, values, k_scale, v_scale, length, clipped): store k and v [B, G, T, D] of new tokens.
+
+    The cache is that of `cached_attention`. Each number is rounded once and saturated. `length` counts the new tokens
+    already. If it exceeds S, a GPU drops the tokens that do not fit (and `cached_attention` gives NaN); a CPU raises
+    IndexError. The counts of numbers that saturated or were NaN are added to `clipped`, int64 [2] for keys and values.
+    """
     keys, values, k_scale, v_scale, length = cache
     new = k.shape[2]
     at = length - new + torch.arange(new, device=k.device)
@@ -115,8 +100,10 @@ def _bytes(data: Tensor) -> Tensor:
 
 
 def cached_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
-    """Same as `cached_attention` of the operation, in float32 from the stored numbers to the result."""
-    return _attention(q, cache, first, scale, torch.float32)
+    """On a CPU in float32, from the stored numbers to the result. A GPU runs PyTorch's attention, for many queries."""
+    if q.device.type == "cpu":
+        return _attention(q, cache, first, scale, torch.float32)
+    return widened_attention(q.contiguous(), cache, first, scale)
 
 
 def ordered_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
@@ -128,24 +115,20 @@ def _attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float, dtyp
     keys, values, k_scale, v_scale, length = cache
     (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
     if used > keys.shape[2]:
-        return torch.full_like(q, torch.nan)
+        return q.new_full(q.shape, torch.nan)
     wide_k, wide_v = (from_stored(x[:, :, :used]).to(dtype) for x in (keys, values))
     seen = _visible(new, used, length, first)  # [B or 1, 1, T, S]
-    rows = q.to(dtype).reshape(batch, kv_heads, -1, dim)  # the queries of one head of keys: [B, G, H / G * T, D]
+    shape = batch, kv_heads, heads // kv_heads * new  # the queries of one head of keys
     with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
-        s = rows @ wide_k.transpose(2, 3) * (scale if k_scale is None else scale * k_scale.view(-1, 1, 1))
+        s = q.to(dtype).reshape(*shape, dim) @ wide_k.transpose(2, 3)  # [B,G,H/G*T,D] @ [B,G,D,S]
+        s *= scale if k_scale is None else scale * k_scale.view(-1, 1, 1)
         s = s.view(batch, heads, new, used).masked_fill(~seen, -torch.inf)
         p = torch.where(seen.any(3, keepdim=True), s.softmax(3), 0.0)
-        y = p.view(batch, kv_heads, -1, used) @ wide_v
+        y = p.view(*shape, used) @ wide_v
     if v_scale is not None:
         y = y * v_scale.view(-1, 1, 1)
     y = y.view_as(q).to(q.dtype)
     return y if first is None else y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
-
-
-@wraps(cached_attention_reference)
-def _without_the_kernel(q: Tensor, *rest: Any) -> Tensor:
-    return (cached_attention_reference if q.device.type == "cpu" else widened_attention)(q.contiguous(), *rest)
 
 
 def widened_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
@@ -238,9 +221,9 @@ def _attends(q: Tensor, cache: Cache, *rest: Any) -> bool:
     return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device, (8, 0))
 
 
-_cached_attention = operation(check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=True)(
-    _without_the_kernel
-)
+_cached_attention = operation(
+    check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=("q", "keys", "values")
+)(cached_attention_reference)
 
 
 def _attends_in_order(q: Tensor, cache: Cache, *rest: Any) -> bool:
@@ -249,7 +232,7 @@ def _attends_in_order(q: Tensor, cache: Cache, *rest: Any) -> bool:
 
 
 _ordered_attention = operation(
-    check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends_in_order, strided=True
+    check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends_in_order, strided=("q", "keys", "values")
 )(ordered_attention_reference)
 
 
@@ -268,10 +251,10 @@ def stores(cache: Cache) -> bool:
     return has_kernels(keys.device, (8, 9) if keys.dtype == torch.float8_e4m3fn else (8, 0))
 
 
-_append_kv = operation(
+append_kv = operation(
     check=_check_append,
     like=lambda *args: None,
     runs=lambda k, v, cache, *rest: k.numel() > 0 and stores(cache),
     mutates=("keys", "values", "clipped"),
-    strided=True,
+    strided=("k", "v"),
 )(append_kv_reference)

@@ -16,7 +16,7 @@ from octavo.numerics.qtensor import Granularity, QTensor, group
 from octavo.ops.dispatch import Backend, find_backend, returned_dtype
 from octavo.ops.launching import Operands, has_kernels
 from octavo.ops.library_gemms import ALIGNMENT, scaled_mm_cublaslt
-from octavo.ops.registration import check_tensor, operation
+from octavo.ops.registration import FLOATS, check_tensor, operation
 
 _find_cached = lru_cache(maxsize=4096)(find_backend)
 FOUR_BITS = group(16)  # the scales of NVFP4
@@ -45,7 +45,7 @@ def scaled_mm(
         emulate: allow emulation in float32 on a GPU that has no kernel for these granularities.
 
     Raises:
-        ValueError: the shapes do not match, or the residual has another dtype.
+        ValueError: shapes or dtypes that do not match.
         RuntimeError: the GPU has no kernel, and `emulate` is False.
     """
     return _scaled_mm(*operands_of(a, b), bias, residual, out_dtype, fast_accumulation, emulate)
@@ -100,11 +100,12 @@ def _check_ordered(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> None:
     dtype = torch.bfloat16 if scale_a is None else torch.float8_e4m3fn
-    for name, x, scale, k in (("a", a, scale_a, b.shape[-1]), ("b", b, scale_b, a.shape[-1])):
-        check_tensor(name, x, (len(x), k), dtype)
-        check_tensor(f"scale_{name}", scale, (len(x), 1), torch.float32)
-    check_tensor("bias", bias, (len(b),), torch.bfloat16)
-    check_tensor("residual", residual, (len(a), len(b)), torch.bfloat16)
+    m, n = a.shape[0], b.shape[0]
+    for name, x, scale, shape in (("a", a, scale_a, (m, b.shape[-1])), ("b", b, scale_b, (n, a.shape[-1]))):
+        check_tensor(name, x, shape, dtype)
+        check_tensor(f"scale_{name}", scale, (shape[0], 1), torch.float32)
+    check_tensor("bias", bias, (n,), torch.bfloat16)
+    check_tensor("residual", residual, (m, n), torch.bfloat16)
 
 
 _ordered_mm = operation(
@@ -136,6 +137,7 @@ def _check(operands: Operands, bias: Tensor | None, residual: Tensor | None, out
     a, b = operands.a, operands.b
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
+    check_tensor("bias", bias, (b.shape[0],), *FLOATS)
     check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
 
 

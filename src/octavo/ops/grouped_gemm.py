@@ -154,7 +154,7 @@ def _check_aligned(a: Tensor, *sizes: int) -> None:
         )
 
 
-@operation(check=_check, like=lambda on, _, dtype, *rest: on.a.new_empty((len(on.a), on.b.shape[1]), dtype=dtype))
+@operation(check=_check, like=lambda on, _, dtype, *rest: on.a.new_empty((on.a.shape[0], on.b.shape[1]), dtype=dtype))
 def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
     a, b, scale_a, scale_b, by_a, _ = operands
     if backend == "emulated" or a.numel() == 0:
@@ -171,9 +171,12 @@ def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, bac
     return kernel.grouped_mm(operands, offsets, out_dtype, fast)
 
 
-@operation(
-    check=_check_dw, like=lambda on, offsets, *rest: on.a.new_empty((len(offsets), len(on.a), len(on.b)), dtype=rest[0])
-)
+def _like_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, *rest: Any) -> Tensor:
+    a, b, *_ = operands
+    return a.new_empty((offsets.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@operation(check=_check_dw, like=_like_dw)
 def _grouped_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
     a, b, scale_a, _, by, _ = operands
     if backend == "emulated":

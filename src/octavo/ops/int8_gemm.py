@@ -46,11 +46,20 @@ def int8_mm(
     return _int8_mm(a.data, a.scale, b.data, b.scale, bias, residual, out_dtype)
 
 
-def int8_mm_reference(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
-    """y float32 [M, N] from a [M, K] and b [N, K], both int8, and their scales [M, 1] and [N, 1]."""
+def int8_mm_reference(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
         sums = a.double() @ b.double().t()  # [M,K] @ [N,K]^T
-    return sums.float() * scale_a * scale_b.t()
+    y = sums.float() * scale_a * scale_b.t()
+    y = (y if bias is None else y + bias).to(out_dtype)
+    return y if residual is None else y + residual
 
 
 def _check(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *rest: Any) -> None:
@@ -67,30 +76,17 @@ def _like(a: Tensor, scale_a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=rest[-1])
 
 
+def _runs(a: Tensor, *_: Any) -> bool:
+    return has_kernels(a.device, LOWEST_INT8)
+
+
 def _inlines(a: Tensor, scale_a: Tensor, b: Tensor, *_: Any) -> bool:
-    """True if the operation only launches our kernels."""
-    if not has_kernels(a.device, LOWEST_INT8):
+    """True if the kernel makes the sums too."""
+    if not _runs(a):
         return False
     from octavo.ops.kernels import int8_gemm as kernel
 
     return not kernel.uses_cublas(a.shape[0], b.shape[0], a.shape[1])
 
 
-@operation(check=_check, like=_like, inlines=_inlines)
-def _int8_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    if has_kernels(a.device, LOWEST_INT8):
-        from octavo.ops.kernels import int8_gemm as kernel
-
-        added = None if residual is None else residual.contiguous()
-        return kernel.int8_mm(a, scale_a, b, scale_b, bias, added, out_dtype)
-    y = int8_mm_reference(a, scale_a, b, scale_b)
-    y = (y if bias is None else y + bias).to(out_dtype)
-    return y if residual is None else y + residual
+_int8_mm = operation(check=_check, like=_like, runs=_runs, inlines=_inlines)(int8_mm_reference)

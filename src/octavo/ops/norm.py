@@ -60,7 +60,14 @@ def _row_sum(x: Tensor) -> Tensor:
 def norm_backward_reference(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (plus `residual`, a gradient that reaches x on another path), weight and bias."""
+    """dx [M, K] in x's dtype, and dweight [K] and dbias [K] in weight's, summed in float32. Without `center`, dbias is
+    empty.
+
+    Args:
+        dn, x: [M, K], the gradient of the output, and the input of the norm (its residual included).
+        weight, mean, rstd: [K], and float32 [M, 1], as given to and returned by `norm_quantize`.
+        residual: [M, K], a gradient that reaches x on another path, added to the result.
+    """
     dn = dn.float()
     unit = (x.float() - mean) * rstd
     dunit = dn * weight.float()
@@ -109,20 +116,6 @@ def norm_quantize_inference(
     return x if residual is None else total, QTensor(data, scale, cast.fmt, ROW)
 
 
-def norm_backward(
-    dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, *, center: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [M, K] in x's dtype, and dweight [K] and dbias [K] in weight's, summed in float32. Without `center`, dbias is
-    empty.
-
-    Args:
-        dn, x: [M, K], the gradient of the output, and the input of the norm (its residual included).
-        weight, mean, rstd: [K], and float32 [M, 1], as given to and returned by `norm_quantize`.
-        residual: [M, K], a gradient that reaches x on another path, added to the result.
-    """
-    return _norm_backward(dn, x, weight, mean, rstd, residual, center)
-
-
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any) -> None:
     check_matrix("a norm", x)
     check_tensor("residual", residual, tuple(x.shape), *FLOATS)
@@ -155,6 +148,6 @@ def _like_backward(dn: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[T
 _norm_quantize = operation(
     check=_check, like=_like, runs=lambda x, *rest: quantizes_rows(x, x.shape[1], rest[4].format)
 )(norm_quantize_reference)
-_norm_backward = operation(
+norm_backward = operation(
     check=_check_backward, like=_like_backward, runs=lambda dn, x, *rest: runs_fused(x, x.shape[1])
 )(norm_backward_reference)

@@ -7,6 +7,7 @@ the rows of the experts' GEMMs. Each expert has one group of adjacent rows, and 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.qtensor import ROW, Cast, QTensor
@@ -35,10 +36,15 @@ def gather_quantize_reference(
 
 
 def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
-    """out [T, K], the sum of weight[t, s] * y[row[t, s]] over s, in float32 and in order."""
+    """out [T, K]: the sum of weight[t, s] * y[row[t, s]] over the slots s, in float32 and in order, rounded once.
+
+    y [M, K] is float32, bfloat16 or float16. row is int32 [T, top_k], -1 for a slot that adds nothing. weight is
+    float32 [T, top_k], or None for ones.
+    """
     total = torch.zeros(row.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    y = F.pad(y, (0, 0, 0, 1))  # the row -1 is zero
     for s in range(row.shape[1]):
-        part = _rows(y, row[:, s])
+        part = y[row[:, s]].float()
         total = total + (part if weight is None else part * weight[:, s, None])
     return total.to(y.dtype)
 
@@ -48,12 +54,8 @@ def combine_weight_gradient_reference(dout: Tensor, y: Tensor, row: Tensor) -> T
 
     dout [T, K] is the gradient of its result.
     """
-    return torch.stack([(dout.float() * _rows(y, row[:, s])).sum(1) for s in range(row.shape[1])], 1)
-
-
-def _rows(y: Tensor, row: Tensor) -> Tensor:
-    """The rows of y, in float32; zeros where the number of the row is -1."""
-    return torch.where(row[:, None] < 0, 0.0, y[row.clamp(min=0)].float())
+    y = F.pad(y, (0, 0, 0, 1))  # the row -1 is zero
+    return torch.stack([(dout.float() * y[row[:, s]].float()).sum(1) for s in range(row.shape[1])], 1)
 
 
 def gather_quantize(
@@ -80,15 +82,6 @@ def gather_quantize(
     check_row_cast("gather_quantize", cast)
     data, scale = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale)
     return QTensor(data, scale, cast.fmt, ROW)
-
-
-def combine(y: Tensor, row: Tensor, weight: Tensor | None = None) -> Tensor:
-    """out [T, K]: the sum of weight[t, s] * y[row[t, s]] over the slots s, in float32, rounded once.
-
-    y [M, K] is float32, bfloat16 or float16. row is int32 [T, top_k], -1 for a slot that adds nothing. weight is
-    float32 [T, top_k], or None for ones.
-    """
-    return _combine(y, row, weight)
 
 
 def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *factors: Tensor | None) -> None:
@@ -129,7 +122,7 @@ def _combines(y: Tensor, *rest: Any) -> bool:
 _gather_quantize = operation(
     check=_check_gather, like=_like, runs=lambda x, cast, *rest: runs_fused(x, x.shape[1], cast.format)
 )(gather_quantize_reference)
-_combine = operation(
+combine = operation(
     check=_check_combine, like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])), runs=_combines
 )(combine_reference)
 combine_weight_gradient = operation(

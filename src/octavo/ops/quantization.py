@@ -121,8 +121,6 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
 
     A relative floor of the cast applies to each matrix by itself.
     """
-    for x in tensors:
-        check_matrix("quantize_stack", x)
     check_nearest("quantize_stack", cast)
     data, scale = _quantize_stack(list(tensors), cast.spec, True)
     return QTensor(data, scale, cast.fmt, ROW)
@@ -171,8 +169,6 @@ def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
     These are the scales of `quantize_stack` before the cast's relative floor and its rounding to powers of two, which
     may depend on parts of the matrices that are elsewhere. `requantize` computes the data for the final scales.
     """
-    for x in tensors:
-        check_matrix("row_scales", x)
     if not cast.by_row:
         raise ValueError(f"row_scales takes a cast by row, got {cast}")
     return _quantize_stack(list(tensors), cast.spec, False)[1]
@@ -207,6 +203,14 @@ def _check(x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tens
     check_tensor("mantissa_of", mantissa_of, (x.shape[0], 1), torch.float32)
 
 
+def _check_stack(tensors: Sequence[Tensor], *_: Any) -> None:
+    """Raise ValueError unless these are matrices with the same number of columns: a kernel takes that of the first."""
+    for x in tensors:
+        check_matrix("a stack", x)
+    if any(x.shape[1] != tensors[0].shape[1] for x in tensors):
+        raise ValueError(f"need matrices with the same number of columns, got {[list(x.shape) for x in tensors]}")
+
+
 def _check_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> None:
     check_matrix("quantize_transposed", x)
     check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
@@ -231,23 +235,25 @@ def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor
 
 
 def _like_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor, Tensor]:
-    rows, x = sum(x.shape[0] for x in tensors), tensors[0]
+    shape, x = _shape(tensors), tensors[0]
     if stored:
-        return _like(x, (rows, x.shape[1]), cast)
-    return x.new_empty(0), x.new_empty((rows, 1), dtype=torch.float32)
+        return _like(x, shape, cast)
+    return x.new_empty(0), x.new_empty((shape[0], 1), dtype=torch.float32)
 
 
 _quantize = operation(check=_check, like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast), runs=_quantizes)(
     _quantize_reference
 )
 _quantize_stack = operation(
-    like=_like_stack, runs=lambda tensors, cast, stored: _has_kernel(tensors[0], cast, tensors[0].shape[1])
+    check=_check_stack,
+    like=_like_stack,
+    runs=lambda tensors, cast, stored: _has_kernel(tensors[0], cast, tensors[0].shape[1]),
 )(quantize_stack_reference)
 _quantize_transposed = operation(
     check=_check_transposed,
-    like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
-    runs=lambda x, cast, seed, place: _has_kernel(x, cast, len(x if place is None else place)),
-    strided=True,  # the kernel copies x only where it must
+    like=lambda x, cast, seed, place: _like(x, (x.shape[1], (x if place is None else place).shape[0]), cast),
+    runs=lambda x, cast, seed, place: _has_kernel(x, cast, (x if place is None else place).shape[0]),
+    strided=("x",),  # the kernel copies it only where it must
 )(quantize_transposed_reference)
 _quantize_scaled = operation(
     like=lambda x, scale, fmt, seed: (x.new_empty(x.shape, dtype=fmt.dtype), scale.new_empty((1, 1))),
@@ -319,15 +325,19 @@ def requantize_norm(
 
 
 def _check_scales(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, *_: Any) -> None:
+    _check_stack(tensors)
     if scale.shape != granularity.scale_shape(_shape(tensors)):
         shapes = [list(x.shape) for x in tensors]
         raise ValueError(f"need the scales of {shapes} by {granularity.name}, got scales {list(scale.shape)}")
 
 
 def _check_norm(x: Tensor, *rest: Any) -> None:
-    scale = rest[4]
-    if x.shape[0] != scale.shape[0]:
-        raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
+    check_matrix("requantize_norm", x)
+    mean, rstd, weight, bias, scale, _ = rest
+    for name, t in (("mean", mean), ("rstd", rstd), ("scale", scale)):
+        check_tensor(name, t, (x.shape[0], 1), torch.float32)
+    for name, t in (("weight", weight), ("bias", bias)):
+        check_tensor(name, t, (x.shape[1],), *FLOATS)
 
 
 def _shape(tensors: Sequence[Tensor]) -> tuple[int, int]:

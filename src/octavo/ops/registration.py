@@ -56,15 +56,16 @@ class Operation(Generic[Result]):
     """
 
     def __init__(self, function: Callable[..., Result], like: Function, check: Function, runs: Function | None,
-                 inlines: Function, mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
+                 inlines: Function | None, mutates: tuple[str, ...], after: bool,
+                 strided: tuple[str, ...]) -> None:  # fmt: skip
         self.name = function.__name__.strip("_").removesuffix("_reference")
         self.kernels = function.__module__.rpartition(".")[2] if runs else ""
         self.__doc__ = function.__doc__
         self.function, self.like, self.check, self.mutates, self.after = function, like, check, mutates, after
-        self.runs = runs or inlines
+        self.runs: Any = runs
+        self._inlines = inlines or runs or (lambda *given: False)
         signature = inspect.signature(function)
         given = list(signature.parameters.values())
-        self._tensors = [i for i, p in enumerate(given) if not strided and p.annotation in (Tensor, Tensor | None)]
         self._stacked = given[0].annotation == list[Tensor]
         names: list[tuple[str, Any]] = []
         self._bundles: list[tuple[int, type[Any]]] = []  # the last first, so that the places of the others stay
@@ -75,7 +76,9 @@ class Operation(Generic[Result]):
             else:
                 names.append((p.name, p.annotation))
         self._readers = [(i, READERS[kind]) for i, (_, kind) in enumerate(names) if kind in READERS]
-        self._mutated = [i for i, (name, _) in enumerate(names) if name in mutates]
+        self._mutated = {i: name for i, (name, _) in enumerate(names) if name in mutates}
+        tensors = [i for i, (_, kind) in enumerate(names) if kind in (Tensor, Tensor | None)]
+        self._packed = [i for i in tensors if runs and names[i][0] not in (*strided, *mutates)]
         names = [(name, str if kind in READERS else kind) for name, kind in names]
         names += [("after", Tensor | None)] * after
 
@@ -93,10 +96,10 @@ class Operation(Generic[Result]):
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
             return self.overload(*args)  # type: ignore[no-any-return]
-        given = self._read(args)
-        self.check(*given)
         if not _is_plain((*args[0], *args[1:]) if type(args[0]) is list else args):
+            self._checked(args)
             return self.overload(*args)  # type: ignore[no-any-return]
+        given = self._checked(self._pack(args))
         if self._mutated:  # autograd must notice that a tensor it saved has changed
             increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
         return self._compute(given)
@@ -111,11 +114,11 @@ class Operation(Generic[Result]):
         """True if the function consists of views, allocations and kernel launches for these arguments, or
         `compiles_alike`."""
         given = self._read(args)
-        return not self.mutates and (bool(self.runs(*given)) or compiles_alike(given))
+        return not self.mutates and (bool(self._inlines(*given)) or compiles_alike(given))
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
-        results = self._compute(self._read(args))
+        results = self._compute(self._read(self._pack(args)))
         if not isinstance(results, tuple):
             return results
         return tuple(_first(args).new_empty(0) if result is None else result for result in results)
@@ -126,20 +129,29 @@ class Operation(Generic[Result]):
         if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(first.device):
                 return self._compute(given)
-        if not self.kernels:
-            return self.function(*given)
-        for i in self._tensors:
-            if (tensor := given[i]) is not None and not tensor.is_contiguous():
-                given[i] = tensor.contiguous()
+        return (self.kernel if self.kernels and self.runs(*given) else self.function)(*given)
+
+    def _pack(self, args: tuple[Any, ...]) -> Any:
+        """The arguments, with contiguous tensors where there is a kernel."""
+        packed = list(args)
+        for i in self._packed:
+            if (tensor := packed[i]) is not None and not tensor.is_contiguous():
+                packed[i] = tensor.contiguous()
         if self._stacked:
-            given[0] = [x.contiguous() for x in given[0]]
-        return (self.kernel if self.runs(*given) else self.function)(*given)
+            packed[0] = [x.contiguous() for x in packed[0]]
+        return packed
 
     def _fake(self, *args: Any) -> Any:
         register_lowerings()
+        return self.like(*self._checked(args))
+
+    def _checked(self, args: tuple[Any, ...]) -> list[Any]:
+        """The arguments of the function, which takes them. A kernel writes to contiguous tensors only."""
         given = self._read(args)
         self.check(*given)
-        return self.like(*given)
+        if strided := [name for i, name in self._mutated.items() if self.kernels and not args[i].is_contiguous()]:
+            raise ValueError(f"{self.name} writes to {strided[0]}, which must be contiguous: call .contiguous() before")
+        return given
 
     def _read(self, args: tuple[Any, ...]) -> list[Any]:
         """The arguments of the function, from those of the schema."""
@@ -291,10 +303,10 @@ def operation(
     like: Function,
     check: Function = lambda *args: None,
     runs: Function | None = None,
-    inlines: Function = lambda *args: False,
+    inlines: Function | None = None,
     mutates: tuple[str, ...] = (),
     after: bool = False,
-    strided: bool = False,
+    strided: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Result]], Operation[Result]]:
     """Register a function as the operation `octavo::` of its name, and return what calls it: always by position.
 
@@ -305,14 +317,16 @@ def operation(
     operation an empty tensor.
 
     Args:
-        like: gives the results without values, for the same arguments as the function. So do the next three.
+        like: gives the results without values, for the same arguments as the function; the next three take these too.
+            Of a size it must not take `len`, which makes a constant of it in compiled code.
         check: raises ValueError for what the operation does not take.
         runs: True if the kernel runs, the function NAME in the file of `octavo.ops.kernels` with this file's name.
-        inlines: of a function that chooses, True if it consists only of views, allocations and kernel launches, so that
-            Inductor may inline it.
+        inlines: True if the call consists only of views, allocations and kernel launches, so that Inductor may inline
+            it. By default `runs`.
         mutates: the names of the arguments that the function writes to. Inductor does not inline such an operation.
         after: the schema ends with a tensor `after`, which is not read (`octavo.ops.transpose`).
-        strided: reference and kernel get the tensors as they are; without it, contiguous ones.
+        strided: the names of arguments that reference and kernel get as they are. The others are made contiguous, and
+            those that are written to must be.
     """
 
     def register(function: Callable[..., Result]) -> Operation[Result]:

@@ -117,5 +117,5 @@ def _rotates(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: A
 
 
 _rotate_append = operation(
-    check=_check, like=_like, runs=_rotates, mutates=("keys", "values", "clipped"), strided=True
+    check=_check, like=_like, runs=_rotates, mutates=("keys", "values", "clipped"), strided=("q", "k", "v")
 )(rotate_append_reference)

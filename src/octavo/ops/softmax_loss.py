@@ -78,10 +78,10 @@ def _check(z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None,
 
 
 def _like(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lse, picked = (z.new_empty(len(z), dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(2))
+    lse, picked = (z.new_empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(2))
     if not rest[-1]:
         return lse, picked, z.new_empty(0), z.new_empty(0)
-    return lse, picked, z.new_empty(z.shape, dtype=E4M3.dtype), z.new_empty((len(z), 1), dtype=torch.float32)
+    return lse, picked, z.new_empty(z.shape, dtype=E4M3.dtype), z.new_empty((z.shape[0], 1), dtype=torch.float32)
 
 
 def _runs(z: Tensor, *rest: Any) -> bool:

@@ -26,7 +26,7 @@ def activation_quantize(
     u: Tensor, kind: str, scale: Tensor | None, stored: bool, cast: Cast
 ) -> tuple[Tensor | None, Tensor | None]:
     """Same as `activation_quantize_reference`, for contiguous tensors."""
-    m, f, given = u.shape[0], _columns(u, kind), scale is not None
+    m, f, given = u.shape[0], u.shape[1] // (1 if kind == "gelu" else 2), scale is not None
     data = allocate(u, (m, f), cast.fmt.dtype) if stored else None
     scale = allocate(u, (m, 1), torch.float32) if scale is None else scale
     block_f = _block_f(f, 2 * MAX_BLOCK_F)
@@ -37,11 +37,6 @@ def activation_quantize(
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip
     return data, None if given else scale
-
-
-def _columns(u: Tensor, kind: str) -> int:
-    """F, the columns of h."""
-    return u.shape[1] if kind == "gelu" else u.shape[1] // 2
 
 
 def activation_backward(

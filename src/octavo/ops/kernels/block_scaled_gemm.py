@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.kernels.device_math import scale_of_exponent
 from octavo.ops.kernels.gemm import add_partials, choose_split, cut, empty_product, store_sums
 from octavo.ops.kernels.weight_only import dequantize
 from octavo.ops.launching import Operands, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
@@ -228,12 +229,5 @@ def _pair(ptr, offs_row, ROWS, g, stride, BLOCK: tl.constexpr, GROUPS: tl.conste
             pair = (tl.reshape(scales, (BLOCK,)),)
     else:  # a word has the exponents of four groups
         word = tl.load(ptr + offs_row * (stride // 4) + g // 4, mask, other=0)
-        pair = (_decoded((word >> g % 4 * 8) & 255), _decoded((word >> (g % 4 + 1) * 8) & 255))
+        pair = (scale_of_exponent((word >> g % 4 * 8) & 255), scale_of_exponent((word >> (g % 4 + 1) * 8) & 255))
     return pair
-
-
-@triton.jit
-def _decoded(exponent):
-    """The scale that E8M0 stores as an exponent: 0 is the subnormal 2^-127, and 255 is NaN."""
-    special = tl.where(((exponent + 1) & 255) <= 1, 1 << 22, 0)
-    return ((exponent << 23) | special).to(tl.float32, bitcast=True)

@@ -181,10 +181,15 @@ def widen(w, DTYPE: tl.constexpr):
 
 @triton.jit
 def widen_scale(scale):
-    """A scale as float32; the byte e + 127 of E8M0 stands for 2^e."""
-    if scale.dtype == tl.uint8:
-        scale = tl.maximum(scale.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
-    return scale
+    """A scale as float32, from float32 or from a byte of E8M0."""
+    return scale_of_exponent(scale.to(tl.int32)) if scale.dtype == tl.uint8 else scale
+
+
+@triton.jit
+def scale_of_exponent(exponent):
+    """The scale that E8M0 stores as an exponent: 0 is the subnormal 2^-127, and 255 is NaN."""
+    special = tl.where(((exponent + 1) & 255) <= 1, 1 << 22, 0)
+    return ((exponent << 23) | special).to(tl.float32, bitcast=True)
 
 
 # ---- Sums of columns as a Triton kernel. It adds the partial sums that programs of another kernel stored.

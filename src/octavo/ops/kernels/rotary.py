@@ -24,7 +24,7 @@ def rotate_append(
 ) -> tuple[Any, Any]:
     """Same as `rotate_append_reference`, for a contiguous cache."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    cos, sin, keys = turn.cos.contiguous(), turn.sin.contiguous(), cache.keys
+    cos, sin, keys = turn.cos, turn.sin, cache.keys
     largest, limit = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
     batch, tokens, width = q.shape
     kv_heads, capacity, dim = keys.shape[1:]
