@@ -65,6 +65,15 @@ def test_losses_and_gradient_are_those_of_float64(run, scale, cap, columns):
     assert not g[3].any()
 
 
+def test_a_first_block_of_masked_logits(run):
+    z, labels = example(33_000)
+    z[0, :32_768], labels[0] = -torch.inf, 32_900
+    losses, gradient = (x[0].float() for x in exact(z.clamp(min=-1e30), labels, 1.0, 0.0))
+    g, lse, picked, *_ = run(z, labels, 1.0, 0.0, False)
+    torch.testing.assert_close(lse[0] - picked[0], losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(g[0], gradient, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("columns", [7, 1000])
 def test_in_bf16_the_gradient_is_rounded_once(run, columns):
     z, labels = example(columns, torch.bfloat16)

@@ -39,6 +39,7 @@ def cross_entropy(
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(float("inf"))
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 IGNORED = tl.constexpr(-(1 << 40))
 LEAST = tl.constexpr(2.0**-23)
 
@@ -58,7 +59,7 @@ def _cross_entropy_kernel(
     if given_ptr is not None:
         lse = tl.load(given_ptr + t)
     elif label != IGNORED:
-        largest = -INFINITY
+        largest = LOWEST  # finite: a first block of masked logits is no NaN then
         total = 0.0
         for start in range(0, V, BLOCK):
             y, tanh = _logits(tl.load(z_ptr + start + offs, start + offs < V, other=0.0).to(tl.float32), SCALE, CAP)
