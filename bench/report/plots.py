@@ -99,7 +99,7 @@ def network(results: dict[str, Result]) -> Any:
             axes.plot([rate / 1e9 for rate in speeds], list(speeds.values()), marker, color=color)
             rates = np.geomspace(min(speeds) / 2, max(speeds) * (2 if marker == "s" else 1), 60)
             slow, fast = (
-                [scaling.at_bandwidth(run, mode, found[mode][1], rate) for rate in rates] for mode in (other, OURS)
+                [scaling.at_bandwidth(run, mode, found[mode], rate) for rate in rates] for mode in (other, OURS)
             )
             axes.plot(rates / 1e9, np.divide(slow, fast), line, color=color, linewidth=1)
     axes.axhline(1, color="black", linewidth=1)
