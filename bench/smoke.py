@@ -27,7 +27,7 @@ COMMANDS = [
     "-m bench.gpu.stack",
     "-m bench.gpu.layer",
     "-m bench.gpu.moe",
-    "-m bench.gpu.generate --folder {out}/models" + ("" if GPU else " --only prompt"),
+    "-m bench.gpu.generate --folder {out}/models" + ("" if GPU else " --only prompt,rows"),
     "-m bench.gpu.start --folder {out}/models",
     *(f"-m bench.gpu.vision --only {part}" for part in ("blocks", "whole", "compile")),
     "-m bench.gpu.lora",

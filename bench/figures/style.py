@@ -27,14 +27,16 @@ DARK = {
     PALE_BLUE: "#12384f",
     PALE_ORANGE: "#512c12",
 }
-STYLE = {
+PLAIN = {
     "svg.hashsalt": "octavo",
     "svg.fonttype": "none",
     "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
+}
+STYLE = PLAIN | {
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
     "axes.facecolor": PAPER,
     "figure.facecolor": PAPER,
     "legend.frameon": False,

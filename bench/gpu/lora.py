@@ -28,7 +28,6 @@ from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.llama import LLAMA, SMALL
 from bench.gpu.modes import speedup
 from bench.gpu.serve_models import build_bf16, build_fp8, compile_layers
-from bench.gpu.stack import categories
 from octavo.checkpoint.scheme import CHANNEL
 from octavo.inference.packed_linear import fuse
 from octavo.integrations.peft import support
@@ -152,6 +151,5 @@ def main(_: Options) -> Results:
         result["peak_gib"] = {mode: peak / 2**30 for mode, peak in peaks.items()}
         result["loss"] = {mode: float(runner.step()) for mode, runner in runners.items()}
         result |= {"step": measure(runners, Runner.step), "body": measure(runners, Runner.body)}
-        result["kernels"] = {mode: categories(runner.body) for mode, runner in runners.items()}
-    show({name: each for name, each in result.items() if name != "kernels"})
+    show(result)
     yield "gpu_lora", result

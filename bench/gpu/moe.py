@@ -7,12 +7,11 @@ GEMMs alone, in each way of accumulating; then the modes take turns.
 `packed` measures the experts of a packed folder as `octavo.load` runs them, forward, against BF16's grouped GEMMs. The
 routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph.
 
-    python -m bench.gpu.moe [--only layer|small|packed]
-        small: the layer of small experts, in BF16 and ours alone
+    python -m bench.gpu.moe [--only layer|packed]
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -182,8 +181,8 @@ def gemms(shape: Shape) -> dict[str, float]:
     return p.tflops(ways)
 
 
-def measure(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
-    modes, _ = harness.built({mode: partial(Runner, mode, shape) for mode in names})
+def measure(shape: Shape) -> dict[str, Any]:
+    modes, _ = harness.built({mode: partial(Runner, mode, shape) for mode in MODES})
     exact = modes["bf16"].step()
     of = ("y", "dx", *(f"d{name}" for name in Experts.matrices))
     others = [mode for mode in modes if mode != "bf16"]
@@ -194,7 +193,6 @@ def measure(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
     result |= {"rounds": times, "ms": harness.medians(times)}
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in times}
     show(result)
-    result["kernels"] = {mode: harness.kernels_of(runner.step, 1)[:24] for mode, runner in modes.items()}
     return result
 
 
@@ -240,12 +238,11 @@ def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens:
     return cell
 
 
-@benchmark(only="")
+@benchmark(only=("layer", "packed"))
 def main(options: Options) -> Results:
-    result, small = {}, options.only == "small"
-    shapes = [] if options.only == "packed" else list(SHAPES.items())
-    for name, shape in shapes[-1:] if small else shapes:
-        result[name] = measure(shape, ("bf16", "ours") if small else tuple(MODES))
-        yield "gpu_moe_small" if small else "gpu_moe", result
-    if options.only in ("", "packed"):
+    result = {}
+    for name, shape in SHAPES.items() if options.only != "packed" else ():
+        result[name] = measure(shape)
+        yield "gpu_moe", result
+    if options.only != "layer":
         yield "gpu_packed_experts", {"shapes": {name: measure_packed(shape) for name, shape in SHAPES.items()}}

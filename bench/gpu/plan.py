@@ -98,7 +98,7 @@ def work(path: Path) -> None:
         seconds = statistics.median(once(trainer.step, STEPS) / 1e3 for _ in range(STRETCHES))
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         host = [host_once(trainer.step) / 1e3 for _ in range(STEPS)]
-        found = {"peak_bytes": peak, "seconds": seconds, "host_seconds": statistics.median(host)}
+        found: Row = {"peak_bytes": peak, "seconds": seconds, "host_seconds": statistics.median(host)}
         found["kernels_ms"] = profiled(trainer.step)
     if rank() == 0:
         Path(task["out"]).write_text(json.dumps(found))

@@ -41,7 +41,7 @@ from torch import Tensor
 from bench import record
 from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_processes, interleaved, show, summary
 from bench.gpu.loss.model import CONFIGS, padded
-from bench.gpu.loss.text import LARGEST_FILE, SAMPLE, first
+from bench.gpu.loss.text import LARGEST_FILE, SAMPLE, first, whole
 from bench.gpu.loss.training import Learner, write_run
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations
 from bench.record import QUICK
@@ -113,9 +113,8 @@ def tokens_of(study: Study, out: Path) -> Corpus:
         bpe = config.tokenizer == "bpe"
         tokenizer = BpeTokenizer.train(first(texts, SAMPLE), config.vocabulary) if bpe else ByteTokenizer()
         made = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
-        part = path.with_suffix(".part.npz")
-        np.savez(part, train=made.train, validation=made.validation, fingerprint=np.array(made.fingerprint))
-        part.rename(path)  # whole, or not there
+        with whole(path) as part:
+            np.savez(part, train=made.train, validation=made.validation, fingerprint=np.array(made.fingerprint))
     with np.load(path) as arrays:
         return Corpus(arrays["train"], arrays["validation"], str(arrays["fingerprint"]))
 

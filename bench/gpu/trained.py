@@ -74,7 +74,7 @@ def row(losses: list[float], base: list[float], size: float) -> dict[str, Any]:
     return {"loss": statistics.fmean(losses), "gap": found.value, "interval": interval, "bytes_to_bf16": size}
 
 
-@benchmark(steps=STEPS, schemes=",".join(SCHEMES))
+@benchmark(steps=STEPS, schemes=sized(",".join(SCHEMES), "static,weight"))
 def main(options: Options) -> Results:
     with TemporaryDirectory() as name:
         folder = Path(name)

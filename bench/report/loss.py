@@ -97,7 +97,7 @@ def shares(results: Mapping[str, Result]) -> str:
 def interval(gap: Any) -> str:
     """The gap with half of its 95 % interval, the pooled one of a recipe with fewer than FEW orders."""
     if len(gap.by_order) < FEW and "half_pooled" in gap and not math.isclose(gap.half_pooled, gap.half or 0):
-        return f"{gap.gap:+.3%} {percent(gap.half_pooled)}, pooled"
+        return f"{gap.gap:+.3%} {percent(gap.half_pooled)} (pooled)"
     return f"{gap.gap:+.3%} {'(one order)' if gap.half is None else percent(gap.half)}"
 
 

@@ -45,7 +45,8 @@ def main() -> None:
     plots.draw(results, ROOT / "docs" / "performance")
     performance.write_grids(results, ROOT / "docs" / "performance")
     rl = ROOT / "docs" / "rl.md"
-    rl.write_text(with_part(rl.read_text(), "parity", performance.parity(results)))
+    parity = fill(performance.PARITY, names_of(results, performance))
+    rl.write_text(with_part(rl.read_text(), "parity", parity.strip()))
     readme = ROOT / "README.md"
     decided = f"{loss.decided(results)}\n\n{loss.peers(results)}"
     readme.write_text(with_part(with_gains(readme.read_text(), results), "loss", decided))

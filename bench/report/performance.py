@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.gpu.modes import BASE, EAGER, FP8_CACHE, FUSED, HOOKED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
 from bench.report import training
-from bench.report.filler import Result, Row, markdown, ratio
+from bench.report.filler import Result, Row, ratio
 from octavo.nn.only_if_faster import SHIPPED
 from octavo.rates.measured import Measurement, Table
 
@@ -208,14 +208,19 @@ def count(tokens: int) -> str:
     return f"{tokens:,} token{'s' * (tokens != 1)}"
 
 
-def parity(results: dict[str, Result]) -> str:
+PARITY = """<!-- each parity(results) -->
+| models | {machine}, {mode} |
+| --- | --- |
+| {models} | {kl} |
+"""
+
+
+def parity(results: dict[str, Result]) -> Rows:
     """The KL of forward passes from decoding, by models, machine and mode; the mode of the same bits refuses BF16."""
-    rows: dict[str, dict[str, str]] = {}
-    for name, machine in (("cpu_rl_parity", "CPU"), ("gpu_rl_parity", "GPU")):
-        for found in results.get(name, {}).get("rows", []):
-            row = rows.setdefault(found["models"], {"models": found["models"]})
-            spread = f" ± {found['deviation']:.0e}" if "deviation" in found else ""
-            row[f"{machine}, default"] = f"{found['default']:.1e}{spread}"
-            kl = found["same_bits"]
-            row[f"{machine}, same bits"] = "refused" if kl is None else f"{kl:.1e}" if kl else "0"
-    return markdown(rows.values()) if rows else "Not measured yet."
+    for machine in ("CPU", "GPU"):
+        for row in results[f"{machine.lower()}_rl_parity"]["rows"]:
+            spread = f" ± {row['deviation']:.0e}" if "deviation" in row else ""
+            kl = "refused" if row["same_bits"] is None else f"{row['same_bits']:.1e}" if row["same_bits"] else "0"
+            named = {"models": row["models"], "machine": machine}
+            yield {**named, "mode": "default", "kl": f"{row['default']:.1e}{spread}"}
+            yield {**named, "mode": "same bits", "kl": kl}

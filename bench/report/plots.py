@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
 
-from bench.figures.style import canvas, save
+from bench.figures.style import PLAIN, canvas, save
 from bench.gpu.modes import BASE, OURS, WIDE, speedup
 from bench.report import loss as loss_page
 from bench.report import scaling
@@ -22,20 +22,13 @@ from bench.report.performance import layer_cells, layer_sizes
 
 BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
 MODES = {"bf16": GREY, "rowwise": BLUE, "rowwise_if_faster": GREEN, "torchao": ORANGE}
-STYLE = {
-    "svg.hashsalt": "octavo",
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 def draw(results: dict[str, Result], folder: Path) -> None:
     """Write gains.svg, loss.svg, network.svg, linear.svg and layer.svg to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for plot in (speed_gains, loss, network, linear, layer):
-        save(partial(plot, results), folder / f"{plot.__name__.removeprefix('speed_')}.svg", STYLE)
+        save(partial(plot, results), folder / f"{plot.__name__.removeprefix('speed_')}.svg", PLAIN)
 
 
 def speed_gains(results: dict[str, Result]) -> Any:
@@ -99,7 +92,7 @@ def network(results: dict[str, Result]) -> Any:
             axes.plot([rate / 1e9 for rate in speeds], list(speeds.values()), marker, color=color)
             rates = np.geomspace(min(speeds) / 2, max(speeds) * (2 if marker == "s" else 1), 60)
             slow, fast = (
-                [scaling.at_bandwidth(run, mode, found[mode][1], rate) for rate in rates] for mode in (other, OURS)
+                [scaling.at_bandwidth(run, mode, found[mode], rate) for rate in rates] for mode in (other, OURS)
             )
             axes.plot(rates / 1e9, np.divide(slow, fast), line, color=color, linewidth=1)
     axes.axhline(1, color="black", linewidth=1)

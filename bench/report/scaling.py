@@ -103,10 +103,10 @@ def solve(function: Callable[[float], float], target: float) -> float:
     return low
 
 
-def trainings(results: dict[str, Result]) -> dict[str, tuple[int, Training]]:
-    """The parts of each mode's step, fitted to the runs of `fitted_runs`, and their GPUs."""
+def trainings(results: dict[str, Result]) -> dict[str, Training]:
+    """The parts of each mode's step, fitted to the runs of `fitted_runs`."""
     run, other = fitted_runs(results)
-    return {name: (run["setting"]["world"], fitted(run, other, name)) for name in MODES}
+    return {name: fitted(run, other, name) for name in MODES}
 
 
 def fitted_runs(results: dict[str, Result]) -> list[Result]:
@@ -116,26 +116,17 @@ def fitted_runs(results: dict[str, Result]) -> list[Result]:
 
 
 def fitted(run: Result, other: Result, mode: str) -> Training:
-    """The times of a block and of the rest, from the times of a mode's step at two depths.
-
-    Where the mode has no step at the other depth, or one of code that sent gradients of another size, the rest is that
-    of BF16.
-    """
-    row, beside = rows_of(run)[mode], rows_of(other).get(mode)
+    """The times of a block and of the rest, from the times of a mode's step at two depths."""
+    row, beside, world = rows_of(run)[mode], rows_of(other)[mode], run["setting"]["world"]
     training = estimated(run, row)
-    if beside is not None and gradient_bytes(other, beside) == training.gradient:
-        seconds = beside["median"] / 1e3
-        rest = solve(lambda rest: at_depth(other, replace(training, rest=rest), run, row), seconds)
-    else:
-        rest = fitted(run, other, BASE).rest
-    return fit(row["median"] / 1e3, replace(training, rest=rest), links_of(run), run["setting"]["world"])
 
+    def with_rest(rest: float) -> Training:
+        return fit(row["median"] / 1e3, replace(training, rest=rest), links_of(run), world)
 
-def at_depth(other: Result, training: Training, run: Result, row: Result) -> float:
-    """The seconds of a step of the run `other`, with the time of a block that fits `run` and the rest of `training`."""
-    model = fit(row["median"] / 1e3, training, links_of(run), run["setting"]["world"])
-    setting = other["setting"]
-    return replace(model, layers=setting["layers"]).step(links_of(other), setting["world"])
+    def at_other_depth(rest: float) -> float:
+        return replace(with_rest(rest), layers=other["setting"]["layers"]).step(links_of(other), world)
+
+    return with_rest(solve(at_other_depth, beside["median"] / 1e3))
 
 
 def estimated(run: Result, row: Result) -> Training:
@@ -167,7 +158,7 @@ def links_of(run: Result) -> Links:
 def model_errors(results: dict[str, Result]) -> Rows:
     """The model's time of every measured step that it was not fitted to."""
     known = fitted_runs(results)
-    for name, (_, training) in trainings(results).items():
+    for name, training in trainings(results).items():
         for run in runs(results):
             row, setting = rows_of(run).get(name), run["setting"]
             if row and run not in known:
@@ -200,7 +191,7 @@ def projection(results: dict[str, Result]) -> Rows:
             links = Links(rate, NODE * card / 8 * 1e9 * rate / NVLINK)
             seconds = {
                 name: replace(training, layers=LAYERS).step(links, world, min(world, GROUP))
-                for name, (_, training) in found.items()
+                for name, training in found.items()
             }
             gains = {"to_base": seconds[BASE] / seconds[OURS], "to_wide": seconds[WIDE] / seconds[OURS]}
             for mode, each in seconds.items():

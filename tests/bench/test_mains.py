@@ -214,20 +214,19 @@ def test_generation_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(llama, "CONFIG", SMALL)
     for name, value in {"PROMPTS": (8, 16), "PROMPT": 16, "TOKENS": 4}.items():
         monkeypatch.setattr(generate, name, value)
-    words = ["generate", "--layers", "1", "--folder", str(tmp_path / "models"), "--batches", "1,2", "--rounds", "1"]
+    words = ["--layers", "1", "--folder", str(tmp_path / "models"), "--batches", "1,2", "--rounds", "1"]
     found: list[dict[str, Any]] = []
-    for section in ("prompt", "decode 2"):
-        monkeypatch.setattr(sys, "argv", [*words, "--only", section])
-        generate.main()
+    for section in ("prompt", "decode 2,rows"):
+        generate.main([*words, "--only", section])
         found.append(json.loads((tmp_path / f"{generate.NAME}.json").read_text()))
     assert [row["way"] for row in found[0]["prompt"]] == [OCTAVO, FP8_CACHE, "BF16, eager"] * 2
     assert found[0][f"check of {OCTAVO}"]["equal"] == [4, 4]
     assert found[1]["prompt"] == found[0]["prompt"]
     ways = [OCTAVO, HOOKED, FP8_CACHE, "BF16, eager", "BF16, static"]
     assert [row["way"] for row in found[1]["decode 2"]] == ways
-    monkeypatch.setattr(sys, "argv", [*words, "--only", "decode 7"])
+    assert "torch" in found[1]["rows"]["machine"]  # which the page names
     with pytest.raises(SystemExit, match="--only takes prompt, decode 1, .* got 'decode 7'"):
-        generate.main()
+        generate.main([*words, "--only", "decode 7"])
 
 
 # --- Embeddings

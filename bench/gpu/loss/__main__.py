@@ -20,9 +20,10 @@ import torch
 
 from bench import record
 from bench.gpu.harness import in_processes
-from bench.gpu.loss import result, text, training
+from bench.gpu.loss import result, training
 from bench.gpu.loss.model import CONFIGS
 from bench.gpu.loss.training import SHARE, Study
+from octavo.checkpoint.files import replace_file
 
 SIZES = [name for name, config in CONFIGS.items() if config.schedule == "wsd"]
 MAIN = ("bf16", "twin", "rowwise", "rowwise_y_only", "torchao_rowwise", "torchao_tensorwise")
@@ -76,7 +77,7 @@ def study_of(
     begun = {"size": size, "steps": CONFIGS[size].steps, "share": SHARE, "rate": 1.0}
     given = {name: value for name, value in (("steps", steps), ("share", share), ("rate", rate)) if value is not None}
     if not path.exists():
-        text.write_whole(path, json.dumps(begun | given).encode())
+        replace_file(path, json.dumps(begun | given))
     chosen = begun | json.loads(path.read_text())
     for name, value in given.items():
         if value != chosen[name]:

@@ -13,6 +13,7 @@ import json
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.checkpoint.files import replace_file
 from octavo.data import read_text
 from octavo.models.tokenizer import BpeTokenizer, lay_out
 from octavo.train.config import Config
@@ -63,10 +65,9 @@ def prepare(folder: Path, config: Config, sources: Sequence[str] = SOURCES) -> d
         "fingerprint": hashlib.sha256(tokens.tobytes()).hexdigest(),
         "seconds": round(time.monotonic() - began, 1),
     }
-    write_whole(folder / "text.json", json.dumps(facts).encode())
-    part = folder / "part.npz"
-    np.savez(part, held_out=tokens[:held_out], training=tokens[held_out:])
-    part.rename(folder / "tokens.npz")  # whole, or not there
+    replace_file(folder / "text.json", json.dumps(facts))
+    with whole(folder / "tokens.npz") as part:
+        np.savez(part, held_out=tokens[:held_out], training=tokens[held_out:])
     return facts
 
 
@@ -114,8 +115,9 @@ def reading_order(sequences: int, branch_step: int, batch: int, order: int | Non
     return torch.cat((read, rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(order))]))
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that another process waits for: it is whole, or not there."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write for `path`, which another process waits for: it is whole, or not there."""
+    part = path.with_name(f"part-{path.name}")
+    yield part
     part.rename(path)

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from bench import record
 from bench.gpu.loss import text
 from bench.gpu.loss.model import IN_BF16, make_model
-from bench.gpu.loss.text import read_tokens, reading_order, rows_of_step, write_whole
+from bench.gpu.loss.text import read_tokens, reading_order, rows_of_step, whole
+from octavo.checkpoint.files import replace_file
 from octavo.models.mixture import Mixture
 from octavo.nn.attention_layers import GradientScales
 from octavo.nn.fused_loss import linear_cross_entropy
@@ -190,7 +191,8 @@ def train_trunk(folder: Path, study: Study, device: torch.device) -> None:
     losses = list(steps(learner, training, reading_order(len(training), last, rows_of_step(config), None), 0, last))
     facts = {"losses": rounded(losses), "evaluation": learner.evaluate(held_out), "seconds": time.monotonic() - began}
     write_run(folder / "trunk.json", learner, facts)
-    save_whole(learner.state(), path)
+    with whole(path) as part:
+        save_file(learner.state(), part)
 
 
 def train_branches(folder: Path, study: Study, device: torch.device, modes: list[str], orders: list[int]) -> None:
@@ -216,7 +218,8 @@ def train_branches(folder: Path, study: Study, device: torch.device, modes: list
                 evaluations.append({"step": step, **learner.evaluate(held_out, both=True)})
                 done = step
             if mode == "bf16":
-                save_whole(dict(learner.model.named_parameters()), folder / f"final-{order}.safetensors")
+                with whole(folder / f"final-{order}.safetensors") as part:
+                    save_file(dict(learner.model.named_parameters()), part)
             facts = {"order": order, "first": first, "losses": rounded(losses), "evaluations": evaluations}
             write_run(path, learner, facts | {"seconds": time.monotonic() - began})
 
@@ -309,12 +312,6 @@ def error_of(g: Tensor, g_squared: Tensor, d: Tensor, d_squared: Tensor, *, batc
 # --- Files -----------------------------------------------------------------------------------------------------
 
 
-def save_whole(tensors: dict[str, Tensor], path: Path) -> None:
-    part = path.with_suffix(".part")
-    save_file(tensors, part)
-    part.rename(path)  # whole, or not there
-
-
 def texts(folder: Path, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
     """The sequences to train on, and those held out."""
     training, held_out = (read_tokens(folder, part, config.context, device) for part in ("training", "held_out"))
@@ -331,5 +328,5 @@ def write_run(path: Path, learner: Learner, facts: Mapping[str, Any]) -> None:
     machine["commit"] = os.environ.get("OCTAVO_COMMIT") or machine["commit"]
     parameters = sum(p.numel() for p in learner.model.parameters())
     shared = {"machine": machine, "mode": learner.mode, "parameters": parameters, "converted": learner.converted}
-    write_whole(path, (json.dumps(shared | dict(facts)) + "\n").encode())
+    replace_file(path, json.dumps(shared | dict(facts)) + "\n")
     print(f"{path.stem} after {facts.get('seconds', 0):.0f} s", flush=True)
