@@ -119,6 +119,23 @@ def test_shifted_labels_and_another_number_for_ignored_ones():
     check(gradients(model, labels=torch.where(labels == -100, -1, ids), ignore_index=-1)[0], expected)
 
 
+class ReadsTheShape(transformers.LlamaForCausalLM):
+    """A model that takes a slice of its logits and reads their number, as Inkling's does."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)[..., :VOCABULARY]
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_code_that_reads_the_shape_of_the_logits_runs():
+    model = make("llama")
+    model.__class__ = ReadsTheShape
+    expected, _ = gradients(model)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    check(gradients(model)[0], expected)
+
+
 def test_what_needs_logits_gets_them():
     model, inputs = make("gemma2"), batch()
     plain = copy.deepcopy(model)

@@ -296,7 +296,13 @@ def find_head(model: Any, *, with_loss: bool = False) -> Head | None:
     Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device. With `with_loss` it gets labels,
     and the logits are what it gives to its `loss_function`; None if it computes the loss in another way.
     """
-    following, given = _Following(), []
+    following = _Following()
+    given: list[Any] = []
+
+    def ask(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        given.append(logits)
+        return logits.sum()
+
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
@@ -305,7 +311,7 @@ def find_head(model: Any, *, with_loss: bool = False) -> Head | None:
         model.eval()
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
         if with_loss:
-            model._loss_function = lambda logits, *_, **__: given.append(logits) or logits.sum()
+            model._loss_function = ask
             stack.callback(delattr, model, "_loss_function")
         stack.enter_context(following)
         output = model(tokens, labels=tokens) if with_loss else model(tokens)
@@ -336,7 +342,7 @@ class Task:
             x, weight, self.labels, chunk=chunk, num_items=self.num_items, ignore_index=self.ignore_index,
             scale=head.scale, cap=head.cap, recipe=recipe,
         )  # fmt: skip
-        return self.loss.detach()
+        return self.loss.detach().view((1,) * x.ndim)  # code of a model reads the shape, or takes a slice
 
     def result(self, logits: object, *args: Any, **kwargs: Any) -> Tensor | None:
         """The loss, for a model that asks a function for it."""
