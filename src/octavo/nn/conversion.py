@@ -1,9 +1,11 @@
 """`convert`: change a model's linear layers in place so that they compute by a recipe, and report which ones."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from octavo.architectures import ARCHITECTURES
 from octavo.nn.attention_layers import GradientScales, MultiheadAttention, input_weights, is_convertible
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
@@ -40,10 +41,11 @@ from octavo.nn.linear import (
 from octavo.nn.module_tools import (
     check_initialized,
     check_module,
-    class_name,
     is_fsdp_module,
     is_of_library,
+    library_of,
     mix_into,
+    own_class,
     parts_of,
     shape_of,
     unmix,
@@ -83,9 +85,9 @@ def convert(
     or the activation. So do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
     (`octavo.architectures`), the blocks of timm's vision transformers, and the transformer blocks of diffusers' U-Nets.
     With such a recipe, or `blockwise`, `mxfp8` or `groupwise`, experts run grouped GEMMs in FP8: `octavo.nn.Experts`,
-    `GroupedLinear`, and those of transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others. `nn.MultiheadAttention` is
-    converted (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and
-    those of disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
+    `GroupedLinear`, and those of transformers that compute as Mixtral's. `nn.MultiheadAttention` is converted
+    (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and those of
+    disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
     PyTorch's fast path, which would not call its converted layers.
 
     Args:
@@ -351,12 +353,19 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _is_known(module: Any) -> bool:
-    """True if this is a module of transformers' experts whose class, parameters and activation are known."""
-    name = class_name(module)
-    if not any(name in each.experts for each in ARCHITECTURES.values()):
+    """True if this is a module of transformers' experts that computes as Mixtral's, with the same parameters."""
+    if library_of(module) != "transformers" or module._parameters.keys() != set(Experts.matrices):
         return False
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    return names == set(Experts.matrices) and type(module.act_fn).__name__ in SILU
+    return _computes_as_mixtral(own_class(module)) and type(module.act_fn).__name__ in SILU
+
+
+@cache
+def _computes_as_mixtral(cls: Any) -> bool:
+    """True if the forward of a class of transformers has the code of `MixtralExperts`, as most of its experts have."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    ours, theirs = (inspect.unwrap(each.forward).__code__ for each in (cls, MixtralExperts))
+    return (ours.co_code, ours.co_consts, ours.co_names) == (theirs.co_code, theirs.co_consts, theirs.co_names)
 
 
 def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
