@@ -405,26 +405,19 @@ def reason_if_slower(sides: Sequence[int], recipe: Recipe, device: torch.device)
 # So does the `nn.TransformerEncoder` around it. A converted `nn.MultiheadAttention` has no fast path.
 
 
-class CallingEncoderLayer:
-    """An encoder layer that calls its linear layers: the fast path requires a ReLU or GELU, and none is reported."""
-
-    added: ClassVar[tuple[str, ...]] = ()
-    activation_relu_or_gelu = property(lambda self: 0)
-
-
 class CallingEncoder:
-    """An encoder that passes padded tensors to its layers: only the fast path takes nested tensors."""
+    """An encoder, or a layer of one, that calls its linear layers."""
 
     added: ClassVar[tuple[str, ...]] = ()
-    use_nested_tensor = property(lambda self: False)
+    activation_relu_or_gelu = property(lambda self: 0)  # the fast path of a layer requires one of these
+    use_nested_tensor = property(lambda self: False)  # only the fast path takes nested tensors from the encoder
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Make every encoder layer of `model` that has a converted layer call it; idempotent."""
-    for module in reversed(list(model.modules())):  # layers before their encoder
-        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, RecipeLayer) for m in module.modules()):
-            mix_into(module, CallingEncoderLayer)
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, CallingEncoderLayer) for m in module.layers):
+    """Make every encoder of `model`, and layer of one, that has a converted layer call it; idempotent."""
+    for module in model.modules():
+        is_encoder = isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder)
+        if is_encoder and any(isinstance(m, RecipeLayer) for m in module.modules()):
             mix_into(module, CallingEncoder)
 
 
