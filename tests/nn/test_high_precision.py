@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_examples import QUANTIZED, K, N, SelfAttention, T, converted, run
+from linear_examples import K, N, SelfAttention, T, converted, run
 from torch import Tensor, nn
 
 import octavo
@@ -58,16 +58,6 @@ def test_every_kind_of_layer_computes_in_high_precision_inside(make: Any, inputs
     with high_precision(model):
         assert same(results(model, x), expected)
     assert same(results(model, x), before)
-
-
-@pytest.mark.parametrize("recipe", QUANTIZED)
-def test_every_recipe_can_be_switched_off(recipe: str) -> None:
-    layer, plain = converted(recipe, bias=True), converted("bf16", bias=True)
-    plain.load_state_dict(layer.state_dict())
-    x, dy = torch.randn(T, K), torch.randn(T, N)
-    with high_precision(layer):
-        assert all(torch.equal(a, b) for a, b in zip(run(layer, x, dy), run(plain, x, dy), strict=True))
-    assert layer.recipe.name == recipe
 
 
 def test_blocks_nest_and_end_with_an_exception() -> None:
