@@ -328,14 +328,14 @@ def converted_experts(model: nn.Module) -> dict[str, Any]:
 
 def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:
     """Change a module of `find_experts` in place so that our code computes it, by `recipe` if there is one."""
-    if not _is_ours(module):
+    if not isinstance(module, GroupedLinear):
         mix_into(module, Experts)
     module.recipe, module.name = recipe, name
 
 
 def restore_experts(module: Any) -> bool:
     """Undo the conversion of a module of experts, and return whether `module` was one."""
-    if not _is_ours(module) or module.recipe is None:
+    if not isinstance(module, Experts | GroupedLinear) or module.recipe is None:
         return False
     del module.recipe, module.name
     theirs = parts_of(type(module))[1:]
@@ -344,12 +344,8 @@ def restore_experts(module: Any) -> bool:
     return True
 
 
-def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module, Experts | GroupedLinear)
-
-
 def _is_experts(module: nn.Module) -> bool:
-    return _is_ours(module) or _is_known(module)
+    return isinstance(module, Experts | GroupedLinear) or _is_known(module)
 
 
 def _is_known(module: Any) -> bool:
