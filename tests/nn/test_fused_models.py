@@ -70,8 +70,9 @@ def check(found, expected):
 )
 def test_the_head_is_found_with_what_is_done_to_its_outputs(name, device):
     model = make(name).to(device)
+    modes = [module.training for module in (model, next(model.children()).eval())]
     assert find_head(model) == MODELS[name][2]
-    assert model.training
+    assert [model.training, next(model.children()).training] == modes == [True, False]
 
 
 def changed(**attributes):

@@ -305,9 +305,9 @@ def find_head(model: Any, *, with_loss: bool = False) -> Head | None:
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
+            stack.callback(setattr, module, "training", module.training)
             if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
                 stack.enter_context(module.register_forward_hook(following.note(name)))
-        stack.callback(model.train, model.training)
         model.eval()
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
         if with_loss:
