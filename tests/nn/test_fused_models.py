@@ -87,9 +87,10 @@ def changed(**attributes):
     lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
     lambda: transformers.BartForCausalLM(transformers.BartConfig(d_model=32, decoder_layers=1)),  # shifts no labels
     lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9, bias=False), nn.ReLU()),
+    lambda: nn.Bilinear(8, 8, 8),  # it takes two inputs
     lambda: changed(forward=lambda input_ids: input_ids),
     lambda: changed(loss_function=lambda logits, labels: logits.sum()),
-], ids=["bias", "masked", "own loss", "relu", "forward", "loss"])  # fmt: skip
+], ids=["bias", "masked", "own loss", "relu", "fails", "forward", "loss"])  # fmt: skip
 def test_other_models_are_refused_and_stay_as_they_are(make):
     model = make()
     kind = type(model)

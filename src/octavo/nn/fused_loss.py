@@ -452,7 +452,13 @@ def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
     known = not hasattr(owner, "loss_function") or owner.loss_function.__name__ == "ForCausalLMLoss"
     replaced = not vars(owner).keys().isdisjoint(("forward", "_loss_function"))  # as Accelerate and TRL replace forward
     with_loss = "labels" in signature(owner.forward).parameters
-    head = find_head(owner, with_loss=with_loss) if known and not replaced else None
+    try:
+        head = find_head(owner, with_loss=with_loss) if known and not replaced else None
+    except Exception as error:
+        raise ValueError(
+            f"fuse_loss=True runs {type(owner).__name__} on token ids alone to find its head, and that fails "
+            f"({error}): leave fuse_loss out"
+        ) from error
     if head is None:
         raise ValueError(
             "fuse_loss=True requires a causal model with the forward and the loss of its class, whose logits are the "
