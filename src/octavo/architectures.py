@@ -6,7 +6,7 @@
 This is data alone, below every package: `octavo.nn` cannot import `octavo.hf`, and reads it too.
 
     what                         reads                                          in
-    convert, fusion              fusable, experts, o                            octavo.nn
+    convert, fusion              fusable, o                                     octavo.nn
     tensor parallelism           layers, embeddings, block, norm, fusable       octavo.distributed.tensor_parallelism
     smoothing and rotation       block, embeddings, norm                        octavo.hf.layer_map
     layers packed together       block, expert_up                               octavo.hf.layer_map, octavo.packing
@@ -51,13 +51,12 @@ class Architecture:
     Attributes:
         name: of its classes in transformers, without their endings.
         model_type: of its config.json.
-        block: the modules of a layer; None where only the experts are known.
+        block: the modules of a layer.
         fusable: its layers, MLPs and attentions compute as Llama's and have their attributes. Then norms and MLPs run
             fused with quantization, attention with the cache, and `tensor_parallel` divides the model.
         own: the class of `octavo.models` with the same names.
         layers, norm, head: the list of layers, the last norm and the output layer, below the model.
         embeddings: of tokens, first, and of positions.
-        experts: the classes of its experts in transformers: down(silu(gate) * up), weights [E, 2F, K] and [E, K, F].
         expert_up: the layers gate and up of an expert in files, where they are not called as in `block`.
         qkv_bias: q, k and v have biases whatever `attention_bias` says.
         gguf: its name in GGUF; "" where it has no export.
@@ -65,14 +64,13 @@ class Architecture:
 
     name: str
     model_type: str
-    block: Block | None = None
+    block: Block
     fusable: bool = False
     own: str = ""
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
     embeddings: tuple[str, ...] = ("model.embed_tokens",)
-    experts: tuple[str, ...] = ()
     expert_up: tuple[str, ...] = ()
     qkv_bias: bool = False
     gguf: str = ""
@@ -117,14 +115,9 @@ ARCHITECTURES = {
         Architecture("Mistral", "mistral", LLAMA, fusable=True, gguf="llama"),
         Architecture("Qwen2", "qwen2", LLAMA, fusable=True, qkv_bias=True, gguf="qwen2"),
         Architecture("Qwen3", "qwen3", QWEN3, fusable=True),
-        Architecture("Mixtral", "mixtral", _mixture(LLAMA), experts=("MixtralExperts",), expert_up=("w1", "w3")),
-        Architecture("Qwen2Moe", "qwen2_moe", _mixture(LLAMA), experts=("Qwen2MoeExperts",), qkv_bias=True),
-        Architecture("Qwen3Moe", "qwen3_moe", _mixture(QWEN3), experts=("Qwen3MoeExperts",)),
-        Architecture("Qwen3Next", "qwen3_next", experts=("Qwen3NextExperts",)),
-        Architecture("DeepseekV2", "deepseek_v2", experts=("DeepseekV2Experts",)),
-        Architecture("DeepseekV3", "deepseek_v3", experts=("DeepseekV3Experts", "DeepseekV3NaiveMoe")),
-        Architecture("Olmoe", "olmoe", experts=("OlmoeExperts",)),
-        Architecture("Glm4Moe", "glm4_moe", experts=("Glm4MoeExperts", "Glm4MoeNaiveMoe")),
+        Architecture("Mixtral", "mixtral", _mixture(LLAMA), expert_up=("w1", "w3")),
+        Architecture("Qwen2Moe", "qwen2_moe", _mixture(LLAMA), qkv_bias=True),
+        Architecture("Qwen3Moe", "qwen3_moe", _mixture(QWEN3)),
         Architecture(  # Octavo's GPT-2 is saved as OPT
             "OPT", "opt", OPT, own="GPT2", layers="model.decoder.layers", norm="model.decoder.final_layer_norm",
             embeddings=("model.decoder.embed_tokens", "model.decoder.embed_positions"),

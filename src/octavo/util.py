@@ -45,6 +45,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else noun + 's'}"
 
 
+def percent(share: float) -> str:
+    """A share of 0 to 1 in percent: "7.1 %"."""
+    return f"{100 * share:.1f} %"
+
+
 def some_of(names: Sequence[str], most: int = 3) -> str:
     """The first names, and the number of the others: "q, k, v and 1 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
-from octavo.models import GPT2Config, build
 from octavo.tracing import autocast_policies, compute_dtype, floating, kind_of, names_of
 
 
@@ -284,18 +283,6 @@ def test_a_vision_transformer():
     assert convolution.reason == "not converted: octavo.convert(model) would run it in FP8"
     total = sum(sum(each.values()) for each in flow.flops.values())
     assert convolution.share * total == pytest.approx(2 * 2 * 2 * 16 * 64 * 3 * 8 * 8)  # y and dw: the image has no dx
-
-
-def test_a_gpt2_of_ours():
-    with torch.device("meta"):
-        model = build(
-            GPT2Config(vocabulary=64, layers=2, width=32, heads=2, context=16, tied=True, bias=True, dropout=0.1)
-        )
-    octavo.convert(model, "delayed", device="cpu")
-    flow = octavo.dtype_flow(model, IDS)
-    assert flow.flops["backward"]["FP8"] == 2 * flow.flops["forward"]["FP8"] > 0
-    assert "it shares its weight with the embedding" in [each.reason for each in flow.left_out]
-    assert "layers.*" in str(flow)
 
 
 # ---- The lists of autocast name every operation that it has a kernel for

@@ -63,9 +63,3 @@ def test_the_velocity_of_a_new_model_is_zero_and_sampling_returns_the_noise() ->
 def test_images_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"images must be \[B, 1, 8, 8\], got"):
         VisionTransformer(CONFIG)(torch.randn(shape))
-
-
-def test_no_image_at_all() -> None:
-    model = VisionTransformer(CONFIG)
-    octavo.convert(model)
-    assert model(IMAGES[:0]).shape == (0, 4)

@@ -4,6 +4,7 @@ import copy
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,9 +199,7 @@ MODELS = {
     "Conv1D": lambda: GPT2LMHeadModel(
         HFGPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
     ).eval(),
-    "llama": lambda: build(
-        LlamaConfig(vocabulary=64, layers=1, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=True)
-    ),
+    "llama": lambda: build(replace(LLAMA, layers=1, tied=True)),
     "gpt2": lambda: build(GPT2Config(vocabulary=64, layers=1, width=32, heads=2, context=16)),
     "encoder": lambda: nn.Sequential(
         nn.Embedding(64, 32),

@@ -9,6 +9,7 @@ from grouped_examples import SIZES, offsets_of, rows_of
 from metrics import sqnr
 from tiny_models import built
 from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import octavo
 from octavo.nn import Experts, GroupedLinear
@@ -117,7 +118,7 @@ def test_groups_of_zeros_everywhere_give_zeros(recipe, nowhere):
 # ---- `convert` finds experts, ours and those of transformers, and changes nothing but the numbers' precision
 
 
-MODELS = ("mixtral", "qwen3moe", "deepseekv3")
+MODELS = ("mixtral", "qwen3moe", "deepseekv3", "jamba")
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -130,7 +131,7 @@ def test_the_function_is_that_of_transformers(kind):
     model = built(kind).eval()
     expected = logits(model)
     found = find_experts(model)
-    assert len(found) == (1 if kind == "deepseekv3" else 2)
+    assert len(found) == (1 if kind in ("deepseekv3", "jamba") else 2)
     for name, module in found.items():
         to_fp8_experts(module, None, name)  # our forward, in the model's own precision
         assert isinstance(module, Experts)
@@ -213,14 +214,18 @@ def test_a_model_of_experts_alone():
         octavo.convert(model, skip=["d"])
 
 
-def test_unknown_experts_are_left_alone():
-    class OtherExperts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj, self.down_proj = (nn.Parameter(torch.zeros(2, 8, 8)) for _ in range(2))
+class ClampedExperts(MixtralExperts):
+    """Experts with the parameters of Mixtral's that compute something else, as those of DeepSeek-V4."""
 
-    model = nn.ModuleDict({"experts": OtherExperts(), "linear": nn.Linear(16, 16)})
-    report = octavo.convert(model)
+    __module__ = MixtralExperts.__module__
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states.clamp(max=1), top_k_index, top_k_weights)
+
+
+def test_experts_that_compute_something_else_are_left_alone():
+    experts = ClampedExperts(built("mixtral").config)
+    report = octavo.convert(nn.ModuleDict({"experts": experts, "linear": nn.Linear(16, 16)}))
     assert report.experts == ()
     assert {entry.kind for entry in report.coverage.left} == {"expert stack"}
 

@@ -70,8 +70,9 @@ def check(found, expected):
 )
 def test_the_head_is_found_with_what_is_done_to_its_outputs(name, device):
     model = make(name).to(device)
+    modes = [module.training for module in (model, next(model.children()).eval())]
     assert find_head(model) == MODELS[name][2]
-    assert model.training
+    assert [model.training, next(model.children()).training] == modes == [True, False]
 
 
 def changed(**attributes):
@@ -84,10 +85,12 @@ def changed(**attributes):
 @pytest.mark.parametrize("make", [
     lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),  # its head has a bias
     lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    lambda: transformers.BartForCausalLM(transformers.BartConfig(d_model=32, decoder_layers=1)),  # shifts no labels
     lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9, bias=False), nn.ReLU()),
+    lambda: nn.Bilinear(8, 8, 8),  # it takes two inputs
     lambda: changed(forward=lambda input_ids: input_ids),
     lambda: changed(loss_function=lambda logits, labels: logits.sum()),
-], ids=["bias", "masked", "relu", "forward", "loss"])  # fmt: skip
+], ids=["bias", "masked", "own loss", "relu", "fails", "forward", "loss"])  # fmt: skip
 def test_other_models_are_refused_and_stay_as_they_are(make):
     model = make()
     kind = type(model)
@@ -116,6 +119,23 @@ def test_shifted_labels_and_another_number_for_ignored_ones():
     octavo.convert(model, "bf16", fuse_loss=True)
     check(gradients(model, shift_labels=shifted, ignore_index=-1)[0], expected)
     check(gradients(model, labels=torch.where(labels == -100, -1, ids), ignore_index=-1)[0], expected)
+
+
+class ReadsTheShape(transformers.LlamaForCausalLM):
+    """A model that takes a slice of its logits and reads their number, as Inkling's does."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)[..., :VOCABULARY]
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_code_that_reads_the_shape_of_the_logits_runs():
+    model = make("llama")
+    model.__class__ = ReadsTheShape
+    expected, _ = gradients(model)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    check(gradients(model)[0], expected)
 
 
 def test_what_needs_logits_gets_them():

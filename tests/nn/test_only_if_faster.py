@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from scipy.interpolate import RegularGridInterpolator
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import octavo
 from octavo.nn import conversion
@@ -349,13 +350,8 @@ def test_medians_of_calls_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_the_layers_compile_once_for_every_size(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compilations = []
-
-    def backend(graph: object, inputs: object) -> object:
-        compilations.append(graph)
-        return graph.forward  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compilations = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compilations))
     layer = lookup.convert_layer(nn.Linear(1, 1, bias=False), lookup.Linear, get_recipe(recipe), "measured")
     forward = lookup.compiled(layer)
     for m, k, n in [(32, 48, 64), (48, 64, 32), (96, 80, 112), (32, 32, 32), (64, 32, 32)]:
@@ -363,7 +359,7 @@ def test_the_layers_compile_once_for_every_size(recipe: str, monkeypatch: pytest
         expected = lookup.convert_layer(nn.Linear(k, n, bias=False), lookup.Linear, get_recipe(recipe), "measured")
         expected.weight = nn.Parameter(w.detach())
         assert torch.equal(forward(x, w), expected(x))
-    assert len(compilations) == 1
+    assert compilations.frame_count == 1
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import pytest
 import torch
 from linear_examples import QUANTIZED, K, N, T, converted, run
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import octavo
 from octavo.nn import Experts, SwiGLU
@@ -92,25 +93,20 @@ def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
 
 def test_compiled_code_of_its_block_is_compiled_again() -> None:
     torch._dynamo.reset()
-    graphs = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
+    graphs = CompileCounter()
     model = nn.Sequential(*(SwiGLU(32, 32) for _ in range(3)))
     octavo.convert(model)
     x = torch.randn(16, 32)
     for mlp in model:
-        mlp.compile(backend=count, fullgraph=True)
+        mlp.compile(backend=graphs, fullgraph=True)
     with torch.no_grad():
         model(x)
-        first = len(graphs)
+        first = graphs.frame_count
         promote(model[1].down_proj, "bf16")  # type: ignore[arg-type]
         y = model(x)
-        assert len(graphs) == first + 1
+        assert graphs.frame_count == first + 1
         model(x)
-        assert len(graphs) == first + 1
+        assert graphs.frame_count == first + 1
         with torch.compiler.set_stance("force_eager"):
             assert torch.equal(y, model(x))
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu_memory import no_waits
+from operation_counts import operations
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.nn.delayed import ScaleHistory, histories
@@ -203,23 +203,13 @@ def test_each_history_is_as_if_it_were_alone() -> None:
             assert float(history.pending) == 0
 
 
-class Counted(TorchDispatchMode):
-    operations = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_number_of_operations_does_not_grow_with_the_layers() -> None:
     counts = {}
     for layers in (1, 7):
         model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers)))
         octavo.convert(model, "delayed")
         model(torch.randn(16, 16)).sum().backward()
-        with Counted() as counted:
-            octavo.scales.update_scales(model)
-        counts[layers] = counted.operations
+        counts[layers] = operations(lambda model=model: octavo.scales.update_scales(model)).total()
     assert counts[1] == counts[7] < 100
 
 

@@ -106,7 +106,7 @@ def _find_architecture(model: nn.Module) -> tuple[Architecture, Block]:
     ours = {each.own: each for each in ARCHITECTURES.values() if each.own}
     theirs = {f"{each.name}ForCausalLM": each for each in ARCHITECTURES.values() if each.fusable}
     architecture = (ours | theirs).get(name)
-    if architecture is None or architecture.block is None:
+    if architecture is None:
         raise ValueError(
             f"tensor_parallel knows the modules of {', '.join((*ours, *theirs))}, got {name}: give its layers "
             "the styles octavo.distributed.ColumnParallel, RowParallel and NormParallel by "

@@ -22,7 +22,7 @@ from octavo.hf.meta_model import compute_buffers, expert_matrices, tied_names, t
 from octavo.hf.source import Source
 from octavo.nn.conversion import find_experts
 
-_NAMES = ", ".join(each.name for each in ARCHITECTURES.values() if each.block is not None and each.block.rms)
+_NAMES = ", ".join(each.name for each in ARCHITECTURES.values() if each.block.rms)
 SUPPORTED = f"{_NAMES}, GPT-2, OPT and BERT-like encoders are"
 
 Looking = Callable[[], AbstractContextManager[None]]

@@ -82,7 +82,7 @@ def find_foldable(source: Source, *, rotate: bool) -> Foldable:
             f"{where}: {architecture} has LayerNorm, whose mean and bias a rotation does not leave in place: only "
             f"models with RMSNorm are rotated ({rotated})"
         )
-    if known is None or known.block is None or not (known.fusable or like_bert or known.name == "OPT"):
+    if known is None or not (known.fusable or like_bert or known.name == "OPT"):
         raise ArtifactError(f"{where}: {architecture} cannot be folded; supported are {supported}")
     names, values = (name for name, _ in source.meta_model.model.named_modules()), known.block.qkv[2]
     layers = [name.removesuffix(values) for name in names if name.endswith(f".{values}")]
@@ -103,8 +103,8 @@ def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
     """Group the layers `names`, in their order, by the GEMM that readers run them in; most are alone."""
     fused = []  # the last names of the layers of each such GEMM, of all architectures
     for each in ARCHITECTURES.values():
-        layers = (each.block.qkv, each.block.up) if each.block is not None else ()
-        fused += [tuple(name.rpartition(".")[2] for name in together) for together in (*layers, each.expert_up)]
+        layers = each.block.qkv, each.block.up, each.expert_up
+        fused += [tuple(name.rpartition(".")[2] for name in together) for together in layers]
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")

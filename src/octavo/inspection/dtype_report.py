@@ -17,7 +17,7 @@ from octavo.nn.linear import RecipeLayer, is_gemm
 from octavo.nn.module_tools import check_module
 from octavo.nn.selection import select_linears
 from octavo.tracing import NAMES, PHASES, WIDTHS, Operation, Tracer
-from octavo.util import Table, plural, some_of
+from octavo.util import Table, percent, plural, some_of
 
 # ---- Folding the operations of repeated modules into one row.
 
@@ -147,12 +147,12 @@ def totals_table(flops: Mapping[str, Mapping[str, int]]) -> Table:
     dtypes = [name for name in WIDTHS if any(name in each for each in flops.values())]
     total = sum(sum(each.values()) for each in flops.values()) or 1
     rows = [
-        (phase, f"{sum(each.values()):.3g}", *(_percent(each.get(name, 0) / total) for name in dtypes))
+        (phase, f"{sum(each.values()):.3g}", *(percent(each.get(name, 0) / total) for name in dtypes))
         for phase, each in flops.items()
     ]
     if len(rows) > 1:
         sums = [sum(each.get(name, 0) for each in flops.values()) / total for name in dtypes]
-        rows.append(("all", f"{total:.3g}", *map(_percent, sums)))
+        rows.append(("all", f"{total:.3g}", *map(percent, sums)))
     return Table("FLOPs by dtype", ("phase", "FLOPs", *dtypes), rows, ("FLOPs", *dtypes))
 
 
@@ -166,7 +166,7 @@ def module_table(rows: Sequence[Row]) -> Table:
         own = [row for row in rows if row.operation.module == module]
         share = sum(row.flops for row in own) / total
         cells = [_by_dtype([row for row in own if row.operation.phase == phase]) for phase in phases]
-        found.append((module or "(model)", _percent(share) if share else "", *cells))
+        found.append((module or "(model)", percent(share) if share else "", *cells))
     return Table("modules", ("module", "FLOPs", *phases), found, ("FLOPs",), tuple(phases))
 
 
@@ -189,7 +189,7 @@ def fp32_table(rows: Sequence[Row]) -> Table:
 def left_out_table(left_out: Sequence[LeftOut]) -> Table:
     """The products that do not run in FP8."""
     rows = [
-        (each.module or "(model)", str(each.count), each.what, each.dtype, _percent(each.share), each.reason)
+        (each.module or "(model)", str(each.count), each.what, each.dtype, percent(each.share), each.reason)
         for each in left_out
     ]
     columns = ("module", "count", "what", "dtype", "FLOPs", "why")
@@ -205,10 +205,6 @@ def _by_dtype(rows: Sequence[Row]) -> str:
     if casts := sum(each.kind == "cast" for each in operations):
         parts.append(plural(casts, "cast"))
     return ", ".join(parts)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 # ---- The report of a trace: the operations, totals, and tables in which repeated modules are one row.

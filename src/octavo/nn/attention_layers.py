@@ -268,10 +268,7 @@ def use_fp8_attention(
             raise ValueError(f"{name}: {limit}. Leave attention in BF16")
     for module in found.values():
         module.fp8_gradients = GradientScales(weight.device, shortest)
-    if _is_transformers(model):
-        _register()
-        transformer: Any = model
-        transformer.set_attn_implementation(NAME)
+    _choose_attention(model, NAME)
     mark_saved_inputs(model)
     return list(found)
 
@@ -281,9 +278,8 @@ def use_bf16_attention(model: nn.Module) -> None:
     modules: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "fp8_gradients", None), GradientScales)]
     for module in modules:
         module.fp8_gradients = None
-    if modules and _is_transformers(model):
-        transformer: Any = model
-        transformer.set_attn_implementation("sdpa")
+    if modules:
+        _choose_attention(model, "sdpa")
     mark_saved_inputs(model)
 
 
@@ -295,17 +291,16 @@ def _is_causal_attention(module: nn.Module) -> bool:
     return named and getattr(module, "is_causal", False) is True
 
 
-def _is_transformers(model: nn.Module) -> bool:
-    return bool(getattr(model, "_supports_attention_backend", False)) and hasattr(model, "set_attn_implementation")
-
-
-def _register() -> None:
-    """Register the attention, and PyTorch's mask for it, in transformers."""
+def _choose_attention(model: Any, name: str) -> None:
+    """Give a model of transformers, in which ours is registered with PyTorch's mask, the attention `name`."""
+    if not (getattr(model, "_supports_attention_backend", False) and hasattr(model, "set_attn_implementation")):
+        return
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(name)
 
 
 def _attention(

@@ -1,9 +1,11 @@
 """`convert`: change a model's linear layers in place so that they compute by a recipe, and report which ones."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from octavo.architectures import ARCHITECTURES
 from octavo.nn.attention_layers import GradientScales, MultiheadAttention, input_weights, is_convertible
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
@@ -40,10 +41,11 @@ from octavo.nn.linear import (
 from octavo.nn.module_tools import (
     check_initialized,
     check_module,
-    class_name,
     is_fsdp_module,
     is_of_library,
+    library_of,
     mix_into,
+    own_class,
     parts_of,
     shape_of,
     unmix,
@@ -83,9 +85,9 @@ def convert(
     or the activation. So do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
     (`octavo.architectures`), the blocks of timm's vision transformers, and the transformer blocks of diffusers' U-Nets.
     With such a recipe, or `blockwise`, `mxfp8` or `groupwise`, experts run grouped GEMMs in FP8: `octavo.nn.Experts`,
-    `GroupedLinear`, and those of transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others. `nn.MultiheadAttention` is
-    converted (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and
-    those of disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
+    `GroupedLinear`, and those of transformers that compute as Mixtral's. `nn.MultiheadAttention` is converted
+    (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and those of
+    disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
     PyTorch's fast path, which would not call its converted layers.
 
     Args:
@@ -326,14 +328,14 @@ def converted_experts(model: nn.Module) -> dict[str, Any]:
 
 def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:
     """Change a module of `find_experts` in place so that our code computes it, by `recipe` if there is one."""
-    if not _is_ours(module):
+    if not isinstance(module, GroupedLinear):
         mix_into(module, Experts)
     module.recipe, module.name = recipe, name
 
 
 def restore_experts(module: Any) -> bool:
     """Undo the conversion of a module of experts, and return whether `module` was one."""
-    if not _is_ours(module) or module.recipe is None:
+    if not isinstance(module, Experts | GroupedLinear) or module.recipe is None:
         return False
     del module.recipe, module.name
     theirs = parts_of(type(module))[1:]
@@ -342,21 +344,24 @@ def restore_experts(module: Any) -> bool:
     return True
 
 
-def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module, Experts | GroupedLinear)
-
-
 def _is_experts(module: nn.Module) -> bool:
-    return _is_ours(module) or _is_known(module)
+    return isinstance(module, Experts | GroupedLinear) or _is_known(module)
 
 
 def _is_known(module: Any) -> bool:
-    """True if this is a module of transformers' experts whose class, parameters and activation are known."""
-    name = class_name(module)
-    if not any(name in each.experts for each in ARCHITECTURES.values()):
+    """True if this is a module of transformers' experts that computes as Mixtral's, with the same parameters."""
+    if library_of(module) != "transformers" or module._parameters.keys() != set(Experts.matrices):
         return False
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    return names == set(Experts.matrices) and type(module.act_fn).__name__ in SILU
+    return _computes_as_mixtral(own_class(module)) and type(module.act_fn).__name__ in SILU
+
+
+@cache
+def _computes_as_mixtral(cls: Any) -> bool:
+    """True if the forward of a class of transformers has the code of `MixtralExperts`, as most of its experts have."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    ours, theirs = (inspect.unwrap(each.forward).__code__ for each in (cls, MixtralExperts))
+    return (ours.co_code, ours.co_consts, ours.co_names) == (theirs.co_code, theirs.co_consts, theirs.co_names)
 
 
 def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
@@ -396,26 +401,19 @@ def reason_if_slower(sides: Sequence[int], recipe: Recipe, device: torch.device)
 # So does the `nn.TransformerEncoder` around it. A converted `nn.MultiheadAttention` has no fast path.
 
 
-class CallingEncoderLayer:
-    """An encoder layer that calls its linear layers: the fast path requires a ReLU or GELU, and none is reported."""
-
-    added: ClassVar[tuple[str, ...]] = ()
-    activation_relu_or_gelu = property(lambda self: 0)
-
-
 class CallingEncoder:
-    """An encoder that passes padded tensors to its layers: only the fast path takes nested tensors."""
+    """An encoder, or a layer of one, that calls its linear layers."""
 
     added: ClassVar[tuple[str, ...]] = ()
-    use_nested_tensor = property(lambda self: False)
+    activation_relu_or_gelu = property(lambda self: 0)  # the fast path of a layer requires one of these
+    use_nested_tensor = property(lambda self: False)  # only the fast path takes nested tensors from the encoder
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Make every encoder layer of `model` that has a converted layer call it; idempotent."""
-    for module in reversed(list(model.modules())):  # layers before their encoder
-        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, RecipeLayer) for m in module.modules()):
-            mix_into(module, CallingEncoderLayer)
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, CallingEncoderLayer) for m in module.layers):
+    """Make every encoder of `model`, and layer of one, that has a converted layer call it; idempotent."""
+    for module in model.modules():
+        is_encoder = isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder)
+        if is_encoder and any(isinstance(m, RecipeLayer) for m in module.modules()):
             mix_into(module, CallingEncoder)
 
 

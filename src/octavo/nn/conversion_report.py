@@ -16,7 +16,7 @@ from octavo.nn.module_tools import call_arguments
 from octavo.ops import Backend
 from octavo.recipe import Recipe
 from octavo.tracing import Operation, Tracer
-from octavo.util import plural
+from octavo.util import percent, plural
 
 # ---- A traced forward pass: the FLOPs of each parameter, and the rows that it is multiplied by.
 
@@ -110,7 +110,7 @@ class Leftover:
     def __str__(self) -> str:
         many = f"{self.count} of " if self.count > 1 else ""
         tied = ", shared with the embedding" if self.tied else ""
-        return f"{self.name} ({self.kind}, {many}{list(self.shape)}{tied}, {_percent(self.share)} of the parameters)"
+        return f"{self.name} ({self.kind}, {many}{list(self.shape)}{tied}, {percent(self.share)} of the parameters)"
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ class Coverage:
 
     def __str__(self) -> str:
         totals = (("embeddings", self.embeddings), ("norms, biases and other vectors", self.other))
-        rest = ", ".join(f"{name} {_percent(share)}" for name, share in totals if share)
+        rest = ", ".join(f"{name} {percent(share)}" for name, share in totals if share)
         by = "of the batch" if self.activations is not None else "estimated from the sizes of the weights"
-        shares = f"{_percent(self.flops)} of the FLOPs ({by}) and {_percent(self.computed)} of the parameters"
+        shares = f"{percent(self.flops)} of the FLOPs ({by}) and {percent(self.computed)} of the parameters"
         lines = [f"FP8 computes {shares}; left in high precision:"]
         if self.activations:
-            lines.append(f"{_percent(self.activations)} of the FLOPs: products of activations, such as attention")
-        lines += [f"{_percent(each.flops)} of the FLOPs: {each}" for each in self.left]
+            lines.append(f"{percent(self.activations)} of the FLOPs: products of activations, such as attention")
+        lines += [f"{percent(each.flops)} of the FLOPs: {each}" for each in self.left]
         return "\n  ".join([*lines, f"no FLOPs: {rest} of the parameters" if rest else "nothing else"])
 
 
@@ -209,10 +209,6 @@ def _kind(owner: nn.Module, name: str, parameter: Tensor) -> str:
 def _rank(kind: str) -> int:
     """The rank of a kind. A parameter that two modules share counts as the kind of lower rank."""
     return {_COMPUTED: 0, _EMBEDDING: 2, _OTHER: 3}.get(kind, 1)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 # ---- The report.

@@ -290,22 +290,34 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def find_head(model: nn.Module) -> Head | None:
+def find_head(model: Any, *, with_loss: bool = False) -> Head | None:
     """The head of a causal model; None unless its logits are scaled or capped outputs of a linear layer without bias.
 
-    Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device.
+    Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device. With `with_loss` it gets labels,
+    and the logits are what it gives to its `loss_function`; None if it computes the loss in another way.
     """
     following = _Following()
+    given: list[Any] = []
+
+    def ask(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        given.append(logits)
+        return logits.sum()
+
     with ExitStack() as stack:
         for name, module in model.named_modules():
+            stack.callback(setattr, module, "training", module.training)
             if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
                 stack.enter_context(module.register_forward_hook(following.note(name)))
-        stack.callback(model.train, model.training)
         model.eval()
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+        if with_loss:
+            model._loss_function = ask
+            stack.callback(delattr, model, "_loss_function")
         stack.enter_context(following)
-        output = model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device))
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    return following.made.get(id(logits), (None, None))[1]
+        output = model(tokens, labels=tokens) if with_loss else model(tokens)
+        if not with_loss:
+            given.append(output if isinstance(output, Tensor) else getattr(output, "logits", None))
+    return following.made.get(id(given[0]), (None, None))[1] if given else None
 
 
 # ---- A model that computes its loss so.
@@ -330,7 +342,7 @@ class Task:
             x, weight, self.labels, chunk=chunk, num_items=self.num_items, ignore_index=self.ignore_index,
             scale=head.scale, cap=head.cap, recipe=recipe,
         )  # fmt: skip
-        return self.loss.detach()
+        return self.loss.detach().view((1,) * x.ndim)  # code of a model reads the shape, or takes a slice
 
     def result(self, logits: object, *args: Any, **kwargs: Any) -> Tensor | None:
         """The loss, for a model that asks a function for it."""
@@ -439,7 +451,14 @@ def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
     owner: Any = next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
     known = not hasattr(owner, "loss_function") or owner.loss_function.__name__ == "ForCausalLMLoss"
     replaced = not vars(owner).keys().isdisjoint(("forward", "_loss_function"))  # as Accelerate and TRL replace forward
-    head = find_head(owner) if known and not replaced else None
+    with_loss = "labels" in signature(owner.forward).parameters
+    try:
+        head = find_head(owner, with_loss=with_loss) if known and not replaced else None
+    except Exception as error:
+        raise ValueError(
+            f"fuse_loss=True runs {type(owner).__name__} on token ids alone to find its head, and that fails "
+            f"({error}): leave fuse_loss out"
+        ) from error
     if head is None:
         raise ValueError(
             "fuse_loss=True requires a causal model with the forward and the loss of its class, whose logits are the "

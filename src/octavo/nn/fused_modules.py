@@ -572,7 +572,7 @@ def _layer_after(attention: Any) -> str:
         return "proj" if kept and getattr(attention, "gate", None) is None else ""
     if library == "transformers" and name.endswith("Attention"):
         known = ARCHITECTURES.get(name.removesuffix("Attention"))
-        return known.block.o.rpartition(".")[2] if known and known.block and known.block.rms else ""
+        return known.block.o.rpartition(".")[2] if known and known.block.rms else ""
     if _is_plain_attention(attention):  # of diffusers
         return "to_out.0"
     ours: str = getattr(attention, "layer_after", "")  # in `octavo.models`

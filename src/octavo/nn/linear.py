@@ -353,7 +353,8 @@ class PatchConvolution(RecipeLayer):
     def forward(self, x: Tensor) -> Tensor:
         """y [B, N, ...] of x [B, C, ...], or without the batch of both."""
         rank = len(self.kernel_size)
-        if x.ndim not in (rank + 1, rank + 2) or x.shape[-rank - 1] != self.in_channels or self._too_small(x):
+        fits = x.ndim in (rank + 1, rank + 2) and x.shape[-rank - 1] == self.in_channels
+        if not fits or any(n < size for n, size in zip(x.shape[-rank:], self.kernel_size, strict=True)):
             raise ValueError(
                 f"the convolution takes [B, {self.in_channels}, *sizes] with sizes of at least "
                 f"{list(self.kernel_size)}, got {list(x.shape)}: resize or pad the input"
@@ -361,9 +362,6 @@ class PatchConvolution(RecipeLayer):
         batched = x if x.ndim == rank + 2 else x.unsqueeze(0)
         y = self.compute(self._patches(batched), self.weight.flatten(1), self.bias, None).movedim(-1, 1)
         return y if x.ndim == rank + 2 else y.squeeze(0)
-
-    def _too_small(self, x: Tensor) -> bool:
-        return any(n < size for n, size in zip(x.shape[-len(self.kernel_size) :], self.kernel_size, strict=True))
 
     def _patches(self, x: Tensor) -> Tensor:
         """[B, *counts, K] of x [B, C, *sizes]."""

@@ -379,7 +379,7 @@ def _endings(*names: str) -> tuple[str, ...]:
     return tuple(re.sub(r"^.*?([^.]+(\.dense)?)$", r"\1", name) for name in names)
 
 
-_BLOCKS = [each.block for each in ARCHITECTURES.values() if each.block is not None]
+_BLOCKS = [each.block for each in ARCHITECTURES.values()]
 _BY_OUTPUT = _endings(*(name for block in _BLOCKS for name in (*block.qkv, *block.up)))
 _BY_INPUT = _endings(*(name for block in _BLOCKS for name in (block.o, block.down) if name))
 _WHOLE = ("project_in", "project_out")  # every device has all of it

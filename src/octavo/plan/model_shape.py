@@ -194,14 +194,13 @@ def describe_architecture(name: str, fields: Fields) -> Architecture:
 def _like_llama() -> dict[str, architectures.Architecture]:
     """The architectures whose layers are those of Llama, or a mixture's, by model_type."""
     known = architectures.ARCHITECTURES.values()
-    return {each.model_type: each for each in known if each.block is not None and each.block.rms}
+    return {each.model_type: each for each in known if each.block.rms}
 
 
 def _llama(name: str, f: Fields) -> Architecture:
     """Llama and its relatives: RMSNorm, grouped-query attention, SwiGLU, or experts of it."""
     width, known = f["hidden_size"], _like_llama()[f["model_type"]]
     attention, layers = _grouped_query(f, biased=known.qkv_bias and f.get("qkv_bias", True))
-    assert known.block is not None
     heads_norms = len(known.block.head_norms) * layers[0].outputs // attention.heads
     experts = f.get("num_local_experts") or f.get("num_experts") or 0
     hidden = f.get("moe_intermediate_size", f["intermediate_size"]) if experts else f["intermediate_size"]
