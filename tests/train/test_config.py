@@ -137,6 +137,11 @@ def test_bad_command_line(overrides, essentials):
         ("--loss.logits whole --loss.chunk 512", "loss.chunk 512 requires logits in chunks; got loss.logits whole"),
         ("--compile.backend eager", "compile.backend eager requires compile.blocks; got false: give --compile.blocks"),
         ("--parallel.gather-dtype bf16", "gather_dtype bf16 requires several processes; got 1: .* torchrun"),
+        ("--vocabulary 5000", "vocabulary 5000 requires tokenizer bpe; got tokenizer bytes: give --tokenizer bpe"),
+        ("--no-bias", "bias False requires the model gpt2; got model llama: give --model gpt2"),
+        ("--disturb 0.1", r"disturb 0.1 requires a branch; got none: give --branch RUN/step-N"),
+        ("--watch.rollbacks 5", "rollbacks 5 requires watch.on_spike rollback; got log: give --watch.on-spike"),
+        ("--attention.shortest 9", "shortest 9 requires attention.precision fp8; got bf16: give --attention.precision"),
         ("--parallel.async-tp", "async_tp True requires parallel.tp above 1; got 1: give --parallel.tp 2"),
     ],
 )

@@ -178,6 +178,8 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
         ("state.safetensors", "another recipe", "--recipe delayed"),
         ("elsewhere", "stays in its folder", "--out elsewhere"),
         ("unknown recipe", "rowwise", "--recipe row"),
+        ("tokenizer of a run", "bytes", "another run", "--tokenizer characters"),
+        ("disturb of a run", "--disturb 0.1"),
     ):
         refuses(run, go_on, ValueError, *essentials, overrides=words.split())
     monkeypatch.setattr(nn.Module, "to", lambda *args: pytest.fail("the model is on its device"))
@@ -388,6 +390,8 @@ def test_branches_that_cannot_be_are_refused(branch, trunk, tmp_path, begin):
     assert not (tmp_path / "short").exists()
     with pytest.raises(ArtifactError, match="has no checkpoint step-00000005: it keeps step-00000004, step-00000008"):
         branch_settings(trunk.checkpoint(5), [])
+    with pytest.raises(ArtifactError, match="run has no checkpoint run: it keeps step-00000004, step-00000008"):
+        branch_settings(trunk.path, [])
     with pytest.raises(ArtifactError, match="give the folder that octavo train wrote"):
         branch_settings(tmp_path / "nothing/step-00000001", [])
     with pytest.raises(ArtifactError, match="is of another model"):

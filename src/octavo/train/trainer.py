@@ -329,6 +329,9 @@ def start_run(config: Config, console: Console) -> Trainer:
     return trainer
 
 
+_OF_THE_START = ("tokenizer", "vocabulary", "calibration", "branch", "disturb")  # settings that a resumed run ignores
+
+
 def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value. The
     run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all."""
@@ -340,7 +343,14 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
                 stack.enter_context(locked_folder(path))
             newest = run.newest()
             given = parse(overrides)
-            config = _absolute_paths(read_settings(run).change(**given))
+            before = read_settings(run)
+            config = _absolute_paths(before.change(**given))
+            for name in _OF_THE_START:
+                if (value := getattr(before, name)) != getattr(config, name):
+                    raise ConfigError(
+                        f"{name} of a run cannot change: {run.path} began with {value!r}. Leave it out, or begin "
+                        "another run"
+                    )
             degrees = processes.find_degrees(config.parallel, processes.world_size())
             check_effects(config, degrees.processes, degrees.tp, degrees.data, given)  # what it had may have none now
             if config.out != str(path):
@@ -363,7 +373,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
 
 def branch_settings(checkpoint: Path, overrides: Sequence[str]) -> Config:
     """The settings of the run of a checkpoint with `overrides`, for a branch, which is not disturbed again."""
-    run = RunFolder(checkpoint.parent)
+    run = RunFolder(checkpoint if RunFolder(checkpoint).has_model else checkpoint.parent)
     run.check()
     if checkpoint.name not in (kept := [path.name for path in run.checkpoints()]):
         raise ArtifactError(f"{run.path} has no checkpoint {checkpoint.name}: it keeps {', '.join(kept) or 'none'}")
