@@ -178,8 +178,8 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
         ("state.safetensors", "another recipe", "--recipe delayed"),
         ("elsewhere", "stays in its folder", "--out elsewhere"),
         ("unknown recipe", "rowwise", "--recipe row"),
-        ("tokenizer of a run", "bytes", "another run", "--tokenizer characters"),
-        ("disturb of a run", "--disturb 0.1"),
+        ("tokenizer characters requires a new run; got one that began with 'bytes'", "--tokenizer characters"),
+        ("disturb 0.1 requires a new run", "--disturb 0.1"),
     ):
         refuses(run, go_on, ValueError, *essentials, overrides=words.split())
     monkeypatch.setattr(nn.Module, "to", lambda *args: pytest.fail("the model is on its device"))

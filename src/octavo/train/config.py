@@ -547,8 +547,8 @@ def check_effects(config: Config, processes: int, tp: int, shares: int, given: C
     idle = (
         *((name, not built_in, "a model from random weights", f"model {model}", "give --model llama")
           for name in (*SIZES, "tokenizer")),
-        ("vocabulary", config.tokenizer != "bpe", "tokenizer bpe", f"tokenizer {config.tokenizer}",
-         "give --tokenizer bpe"),
+        ("vocabulary", config.tokenizer != "bpe" and (config.tokenizer, config.vocabulary) != ("bytes", 256),
+         "tokenizer bpe", f"tokenizer {config.tokenizer}", "give --tokenizer bpe"),
         ("bias", model != "gpt2", "the model gpt2", f"model {model}", "give --model gpt2"),
         ("disturb", not config.branch, "a branch", "none", "give --branch RUN/step-N"),
         ("watch.rollbacks", config.watch.on_spike == "log", "watch.on_spike rollback", "log",
@@ -568,8 +568,8 @@ def check_effects(config: Config, processes: int, tp: int, shares: int, given: C
         ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
     )  # fmt: skip
     for name, without_effect, required, got, remedy in idle:
-        given_here = name in given and name not in config.derived
-        changed = given_here and attrgetter(name)(config) != settings_of(Config)[name].default
+        own = name in given and name not in config.derived
+        changed = own and attrgetter(name)(config) != settings_of(Config)[name].default
         refuse(config, (name, without_effect and changed, required, got, f"{remedy}, or leave {name} out"))
 
 

@@ -149,11 +149,6 @@ class RunData:
     written: str = ""  # the time of the last record (UTC)
 
     @property
-    def recipe(self) -> str:
-        """The name of its recipe; "" if it is not known."""
-        return recipe_name(self.settings)
-
-    @property
     def evaluations(self) -> dict[int, float]:
         """The evaluation losses that are numbers, by step."""
         return self._numbers("evaluation_loss")
