@@ -169,6 +169,9 @@ def test_a_damaged_watch_is_refused_with_a_reason(tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(ArtifactError, match=message):
         read_watch(tmp_path)
+    if (watch_folder(tmp_path) / "layers.json").exists():
+        with pytest.raises(ArtifactError, match=rf"{message}.*Move .*watch out of the run, to watch it anew"):
+            written(tmp_path, (), resumed_at=70)
 
 
 @pytest.mark.parametrize(("name", "dtype", "field"), [("operands", OPERAND, "operand"), ("layers", LAYER, "layer")])

@@ -1,12 +1,7 @@
 """A training run is one frozen record of settings: `Config`.
 
 A setting has its default, help and valid values on its line. A field that is another dataclass is a table, and its
-settings are named TABLE.KEY:
-
-    a file           [parallel]
-                     tp = 2
-    a command line   --parallel.tp 2
-    code             config.parallel.tp
+settings are named TABLE.KEY, as parallel.tp.
 
 A command line overrides a file (TOML, or the config.json of a run), and a file the defaults. Conditions on several
 settings are checked after them, in `__post_init__`, so every `Config` is valid. A setting with the default None follows

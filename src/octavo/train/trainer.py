@@ -536,6 +536,9 @@ def was_restarted() -> bool:
     return any(processes.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
 
+_WRITTEN = {"config.json", "metrics.jsonl", "actions.json", "report.html", "model", "watch", "tensorboard", "wandb"}
+
+
 def start_or_resume(config: Config, console: Console) -> Trainer:
     """The run in `config.out` at its newest checkpoint; a new run if the folder has none. Every rank must call this."""
     resumes = processes.on_first(lambda: _has_checkpoint(config))  # before the others write to the folder
@@ -543,7 +546,7 @@ def start_or_resume(config: Config, console: Console) -> Trainer:
 
 
 def _has_checkpoint(config: Config) -> bool:
-    """True if the folder of the run has a checkpoint. The files of a run without one are removed."""
+    """True if the folder of the run has a checkpoint. The files of a run without one are removed, if all are its own."""
     run = RunFolder(Path(config.out))
     if not run.config.is_file():
         return False
@@ -556,6 +559,9 @@ def _has_checkpoint(config: Config) -> bool:
             )
     if run.checkpoints():
         return True
+    if others := {path.name for path in run.path.glob("[!.]*")} - _WRITTEN:
+        message = f"{run.path} has no checkpoint, and {min(others)} is not of a run: move it, or choose another --out"
+        raise FileExistsError(message)
     with locked_folder(run.path):
         shutil.rmtree(run.path)
     return False
