@@ -546,7 +546,7 @@ def start_or_resume(config: Config, console: Console) -> Trainer:
 
 
 def _has_checkpoint(config: Config) -> bool:
-    """True if the folder of the run has a checkpoint. The files of a run without one are removed, if all are its own."""
+    """True if the folder of the run has a checkpoint. A run without one is removed, unless it has files of others."""
     run = RunFolder(Path(config.out))
     if not run.config.is_file():
         return False
