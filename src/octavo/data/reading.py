@@ -118,9 +118,6 @@ def show_size(size: int) -> str:
     return plural(size, "byte")
 
 
-# ---- Reading.
-
-
 @dataclass(frozen=True, eq=False)
 class Reading:
     """The documents of some sources, at least one document, and the report of reading them."""

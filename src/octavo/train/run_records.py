@@ -99,7 +99,6 @@ _OTHER_NAMES = {
     "train_tokens_per_second": "tokens_per_second",
 }
 
-
 _NOT_WATCHED = (
     "The run was not watched, so its layers have no figures. octavo train watches unless watch.interval is 0; in a "
     "loop of your own, call octavo.watch."
