@@ -137,7 +137,7 @@ def row(report: Report) -> dict[str, Any]:
     assert report.quality is not None
     assert report.sizes is not None
     outputs = [layer.output_sqnr for layer in report.layers if layer.output_sqnr is not None]
-    found = report.quality.to_dict() | {
+    found = asdict(report.quality) | {
         "bytes_to_bf16": report.sizes.packed / report.sizes.packed_bf16,
         "readers": {reader.name: asdict(reader) for reader in report.readers},
     }
@@ -154,7 +154,7 @@ def caches(packed: Path, found: Calibration, batches: list[Tensor]) -> dict[str,
     made = {f"{dtype}, {how}": cache(dtype, found if how == "calibrated" else None) for dtype, how in CACHES}
     ways = {name: in_chunks(model, make) for name, make in made.items()}
     quality = compare_many(in_chunks(model, cache("bf16", None)), ways, batches, LogitSums)
-    rows = {name: each.to_dict() for name, each in quality.items()}
+    rows = {name: asdict(each) for name, each in quality.items()}
     print(rows)
     return {"settings": demo.SETTINGS, "chunk": CHUNK, "caches": rows}
 
@@ -191,8 +191,8 @@ def attention(packed: Path, batches: list[Tensor]) -> dict[str, Any]:
     plain, ours = octavo.load(packed), octavo.load(packed)
     use_fp8_attention(ours, shortest=1)
     quality = compare_many(outputs(plain), {"fp8": outputs(ours)}, batches, LogitSums)
-    print(quality["fp8"].to_dict())
-    return {"settings": demo.SETTINGS, "context": CONTEXT, "fp8": quality["fp8"].to_dict()}
+    print(asdict(quality["fp8"]))
+    return {"settings": demo.SETTINGS, "context": CONTEXT, "fp8": asdict(quality["fp8"])}
 
 
 @benchmark()

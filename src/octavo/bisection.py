@@ -40,7 +40,7 @@ from octavo.train.model import chosen_recipe
 from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
 from octavo.train.run_records import different_settings
 from octavo.train.saving import load_checkpoint
-from octavo.train.trainer import RunData, Trainer, prepare_run, read_data, settle
+from octavo.train.trainer import TokenizedText, Trainer, prepare_run, read_data, settle
 from octavo.util import finite, reading
 
 # ---- The gap of the loss between a run with parts in FP8 and the run in BF16, over several seeds.
@@ -275,7 +275,7 @@ class ShortRuns:
     whole: Part
     on_run: Callable[[ShortRun, int], None]
     runs: dict[tuple[Part, int], ShortRun] = field(default_factory=dict)
-    _data: RunData | None = None
+    _data: TokenizedText | None = None
 
     @contextmanager
     def opened(self) -> Iterator[Self]:

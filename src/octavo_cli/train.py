@@ -129,13 +129,12 @@ def bisect_command(
       octavo bisect small.toml --data book.txt --recipe tensorwise --run-steps 100
       octavo bisect --from runs/fp8 --seeds 4 --out runs/why
     """
-    from octavo.train.processes import run_in_group  # imports torch.distributed, which takes a second
+    from octavo.train.processes import rank, run_in_group  # imports torch.distributed, which takes a second
 
     path, words = settings_after(config, context)
 
     def search() -> None:
         from octavo.bisection import bisect, find_checkpoint
-        from octavo.train.processes import rank
 
         start = None if checkpoint is None else find_checkpoint(checkpoint)
         whole, smallest = _settings(path, start, words), least / 100

@@ -1,14 +1,12 @@
 """A tiny run: one layer of width 16. A step takes some milliseconds on one thread."""
 
 import pytest
-from tiny_runs import one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
+from tiny_runs import SMALLEST, one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
 from octavo.train.config import Config
 
-TINY = {
-    "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "mlp_width": 32, "context": 16, "batch": 4, "steps": 12,
-    "warmup": 1, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "save_every": 4,
-    "evaluate_every": 12, "evaluate_batches": 1,
+TINY = SMALLEST | {
+    "width": 16, "mlp_width": 32, "batch": 4, "steps": 12, "save_every": 4, "evaluate_every": 12, "evaluate_batches": 1,
 }  # fmt: skip
 
 

@@ -300,10 +300,10 @@ def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(octavo, trained, 
 def test_given_text_is_evaluated_as_transformers_does(octavo, tmp_path, llama):
     text = "It was a bright cold day in April, and the clocks were striking.\n" * 4
     (tmp_path / "text.txt").write_text(text)
-    found = evaluated(octavo, llama, "--data", tmp_path / "text.txt", "--context", 20, "--batch", 2)
+    found = evaluated(octavo, llama, "--data", tmp_path / "text.txt", "--context", 20, "--batch", 5)
     model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).eval()
     ids = torch.tensor(list(text.encode()))
-    rows = (len(ids) - 1) // 20 // 2 * 2
+    rows = (len(ids) - 1) // 20  # twelve: the last two fill no batch
     windows = ids[: rows * 20 + 1].unfold(0, 21, 20)
     with torch.no_grad():
         logits = model(windows[:, :-1]).logits.double()

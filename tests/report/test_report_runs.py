@@ -51,22 +51,12 @@ def test_a_run_that_has_logged_nothing_and_a_watch_alone(tmp_path):
     assert (run.last_step, len(run.watched.layers), run.settings) == (200, 13, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "remark"),
-    [
-        ("layers.json", lambda old: old.replace(b'"version": 1', b'"version": 99'), "has version 99 of the schema"),
-        ("layers.json", lambda old: b"{", "is not valid JSON"),
-        ("operands.bin", lambda old: b"\xff" * len(old), "are missing: the records of the watch are damaged"),
-    ],
-)
-def test_a_damaged_watch_leaves_the_loss(tmp_path, name, damage, remark):
-    path = make_run(tmp_path) / "watch" / name
-    path.write_bytes(damage(path.read_bytes()))
+def test_a_damaged_watch_leaves_the_loss(tmp_path):
+    (make_run(tmp_path) / "watch" / "layers.json").write_text("{")
     (run,) = read_runs([tmp_path])
     assert run.watched is None
     assert len(run.series["loss"].steps) == 200
-    assert run.remarks[0].startswith("Figures of the layers are missing: ")
-    assert remark in run.remarks[0]
+    assert re.match(r"Figures of the layers are missing: .* is not valid JSON", run.remarks[0])
 
 
 def test_damaged_lines_of_events_and_a_cut_record_of_the_watch_are_left_out(tmp_path):

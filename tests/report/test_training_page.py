@@ -95,6 +95,13 @@ def test_the_verdict_of_a_run(losses, events, said, good, tmp_path: Path) -> Non
     assert fine == good
 
 
+def test_inf_and_nan_that_no_rule_has_judged_are_in_the_verdict(tmp_path: Path) -> None:
+    watched = watched_of(4, np.arange(3))
+    watched.operands["nonfinite"][[3, 4, 9]] = 0.5  # of layers 1 and 3
+    text, fine = verdict(RunData(tmp_path, "run", {}, {}, watched=watched))
+    assert (text, fine) == ("The run is at step 2, and 2 watched layers had inf or NaN.", False)
+
+
 def test_what_a_run_is_stands_at_the_top(tmp_path: Path) -> None:
     record = {"command": "octavo train a.toml", "machine": "2 x NVIDIA H200", "versions": "octavo 0.1.0, torch 2.11"}
     write_metrics(tmp_path, 5)

@@ -5,6 +5,9 @@ import random
 import pytest
 import torch
 
+from octavo.models import BUILT_IN_MODELS
+from octavo.train.config import SIZES
+
 SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"
 TINY = {
     "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32, "batch": 2, "steps": 8,
@@ -24,6 +27,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def tiny(base, changes):
+    """The settings `base` with `changes`. If these name the folder of a model, the sizes of `base` are left out."""
+    drawn = changes.get("model", "llama") in BUILT_IN_MODELS
+    return {key: value for key, value in base.items() if drawn or key not in SIZES} | changes
 
 
 def write_text(tmp_path_factory, lines):

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import TINY, one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
+from tiny_runs import TINY, one_thread, tiny, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
 from octavo.train.config import Config
 from octavo.train.supervision import Supervisor
@@ -26,8 +26,8 @@ def settings(tmp_path, text):
     """settings(**overrides): the configuration of a tiny run in `tmp_path`/run."""
 
     def make(**overrides):
-        tiny = TINY | {"data": (str(text),), "out": str(tmp_path / "run")}
-        return Config.from_dict({key: value for key, value in (tiny | overrides).items() if value is not None})
+        found = tiny(TINY | {"data": (str(text),), "out": str(tmp_path / "run")}, overrides)
+        return Config.from_dict({key: value for key, value in found.items() if value is not None})
 
     return make
 

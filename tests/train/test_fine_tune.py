@@ -141,6 +141,8 @@ REFUSED = [  # what is done to the folder, settings, the error, and what it must
         ConfigError,
         ["model_type 'vit'", "no causal language model", "octavo.convert takes any model"],
     ),
+    (lambda folder: None, {"layers": 3}, ConfigError, ["layers 3 requires a model from random weights", "leave"]),
+    (lambda folder: None, {"tokenizer": "bpe"}, ConfigError, ["tokenizer bpe requires a model from random weights"]),
     (lose_weight, {}, ConfigError, ["lacks weights", UP, "1 in all"]),
     (ask_for_code, {}, ValueError, ["auto_map", "runs no code"]),
 ]
@@ -176,7 +178,7 @@ def test_settings_that_are_not_given_fit_the_model_and_transformers_says_nothing
     assert (config.context, config.learning_rate, config.warmup) == (32, 2e-5, 0)
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (written["context"], written["learning_rate"]) == (32, 2e-5)
-    assert written["derived"] == ["decay_steps", "learning_rate", "min_learning_rate", "warmup"]
+    assert written["derived"] == ["decay_steps", "kv_heads", "learning_rate", "min_learning_rate", "warmup"]
 
 
 # --- Fine-tuning with the recipe delayed, whose first scales come from a calibration

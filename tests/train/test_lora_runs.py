@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from calibration_examples import write_model
+from early_warning_examples import DOWN, event, layer_of
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -98,6 +99,13 @@ def test_a_run_resumes_bit_for_bit(begin, go_on, records, base, tmp_path):
         go_on(tmp_path / "run", "--lora", "8", "--steps", "9")
     with pytest.raises(ArtifactError, match="holds adapters alone: keep the setting lora of its run"):
         go_on(tmp_path / "run", "--lora", "0", "--steps", "9", "--targets=")
+
+
+def test_the_layer_within_adapters_is_promoted(begin, found, bases):
+    trainer = begin(model=str(bases / "bf16"), **RATE, watch={"on_warning": "promote"})
+    found(4, event(DOWN))
+    trainer.run()
+    assert layer_of(trainer.model).base_layer.recipe.name == "bf16"
 
 
 @pytest.mark.parametrize("changes", [{"recipe": "bf16"}, {"precision": "fp32"}, {"optimizer.weights": "bf16"}])

@@ -96,12 +96,8 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path, cut):
     ("damage", "message"),
     [
         ('{"step": "x"}', "step must be a whole number, got 'x'"),
-        ('{"step": [null]}', "step must be a whole number, got [None]"),
         ('{"step": true}', "step must be a whole number, got True"),
         ('{"step": 1, "loss": []}', "loss must be a number or null, got []"),
-        ('{"step": 1, "tokens_per_second": "x"}', "tokens_per_second must be a number or null, got 'x'"),
-        ('{"step": 1, "peak_memory": [null]}', "peak_memory must be a number or null, got [None]"),
-        ('{"step": 1, "evaluation_loss": {}}', "evaluation_loss must be a number or null, got {}"),
         *((damage, "") for damage in ("{}", "[]", "{", "")),
     ],
 )

@@ -22,7 +22,7 @@ from patience import HANG
 from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
-from tiny_runs import TINY, after_steps
+from tiny_runs import TINY, after_steps, tiny
 from torch import distributed
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,7 +53,7 @@ def train(rank, folder, text, settings):
     """The losses and the weights after three steps, and the evaluation loss."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
-    config = Config.from_dict(THREE | {"data": [text], "out": f"{folder}/run"} | settings)
+    config = Config.from_dict(tiny(THREE, {"data": [text], "out": f"{folder}/run"} | settings))
     trainer = start_run(config, Console(quiet=True))
     with trainer.lock:
         initial = arrays(trainer.model)
@@ -127,7 +127,7 @@ def refusals(rank, folder, text):
     group = _message_group(dist.group.WORLD)._get_backend(torch.device("cpu"))
     messages["patience"] = group.options._timeout.total_seconds()
     for name, settings in wrong.items():
-        config = Config.from_dict(THREE | {"data": [text], "out": f"{folder}/run"} | settings)
+        config = Config.from_dict(tiny(THREE, {"data": [text], "out": f"{folder}/run"} | settings))
         try:
             start_run(config, Console(quiet=True))
         except (ValueError, OSError) as error:

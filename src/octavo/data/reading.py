@@ -5,7 +5,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -48,7 +48,7 @@ class Skipped:
     """The files or rows that were skipped for one reason: their number, their bytes, and the first names."""
 
     count: int = 0
-    size: int = 0
+    bytes: int = 0
     examples: list[str] = field(default_factory=list)
 
 
@@ -67,7 +67,7 @@ class ReadReport:
         """Count a file or row; `where` is a path, a row of a file or a row of a data set."""
         skipped = self.skipped.setdefault(reason, Skipped())
         skipped.count += 1
-        skipped.size += size
+        skipped.bytes += size
         name = Path(where).name
         if len(skipped.examples) < _EXAMPLES and name not in skipped.examples:
             skipped.examples.append(name)
@@ -91,7 +91,7 @@ class ReadReport:
             names = ", ".join(sorted(self.fields)[:_EXAMPLES])
             said += f"; of the rows, these fields are not read: {names}{more}"
         found = [said]
-        lost = sum(skipped.size for skipped in self.skipped.values())
+        lost = sum(skipped.bytes for skipped in self.skipped.values())
         share = lost / max(lost + self.size, 1)
         if share >= _SUBSTANTIAL:
             advice = ": convert the files that are not UTF-8" if "not UTF-8" in self.skipped else ""
@@ -105,10 +105,7 @@ class ReadReport:
             "datasets": self.datasets,
             "documents": self.documents,
             "bytes": self.size,
-            "skipped": {
-                reason: {"count": each.count, "bytes": each.size, "examples": each.examples}
-                for reason, each in self.skipped.items()
-            },
+            "skipped": {reason: asdict(each) for reason, each in self.skipped.items()},
             "fields_not_read": sorted(self.fields),
         }
 
@@ -119,9 +116,6 @@ def show_size(size: int) -> str:
         if size >= 10**power:
             return f"{size / 10**power:.1f} {unit}"
     return plural(size, "byte")
-
-
-# ---- Reading.
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
@@ -53,9 +53,6 @@ class LogitQuality:
     prompts: int
     tokens: int
 
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class EmbeddingQuality:
@@ -65,9 +62,6 @@ class EmbeddingQuality:
     least: float
     prompts: int
     tokens: int
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 Quality = LogitQuality | EmbeddingQuality

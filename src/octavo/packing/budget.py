@@ -14,7 +14,7 @@ finds k.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
@@ -148,7 +148,7 @@ class BudgetReport:
                 }
                 for budget in self.budgets
             ],
-            "quality": self.quality.to_dict(),
+            "quality": asdict(self.quality),
             "kept_in_bf16": [list(group.layers) for group in self.ranking[: self.kept]],
             "groups": [{"layers": list(g.layers), self.harm: g.harm, "bytes_saved": g.saved} for g in self.ranking],
             "data": dict(self.data),

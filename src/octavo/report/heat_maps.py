@@ -146,8 +146,7 @@ def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
         operand: _arrays(operands[operands["operand"] == number], steps, len(watched.layers), "binades", fields)
         for number, operand in enumerate(OPERANDS)
     }
-    by_layer = _arrays(gradients, steps, len(watched.layers), "gradient_binades", {"amax": "gradient_amax"})
-    found["gradient"] = by_layer
+    found["gradient"] = _arrays(gradients, steps, len(watched.layers), "gradient_binades", {"amax": "gradient_amax"})
     return {"steps": steps, "operands": {name: arrays for name, arrays in found.items() if arrays}}
 
 

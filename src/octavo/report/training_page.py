@@ -12,7 +12,7 @@ import numpy as np
 from octavo.numerics.formats import FP8_FORMATS
 from octavo.report import heat_maps
 from octavo.report.page import Line, LineChart, Page, paragraphs, place, read_asset, table
-from octavo.train.run_records import ONE_SEED, RunData, Series, different_settings
+from octavo.train.run_records import ONE_SEED, RunData, Series, different_settings, recipe_name
 from octavo.util import plural
 from octavo.watching.storage import BINADES, GEMMS, OPERANDS, Array, Event, Watched
 
@@ -222,7 +222,7 @@ def run_facts(run: RunData) -> dict[str, str]:
         "written": run.written,
         "data": ", ".join(map(str, data)) if isinstance(data, list) else str(data),
         **{name: str(run.started.get(name, "")) for name in ("command", "machine", "versions")},
-        "recipe": run.recipe,
+        "recipe": recipe_name(run.settings),
         "steps": _steps(run),
         "loss": _loss(run.series.get("loss")),
         "evaluation loss": _loss(run.series.get("evaluation_loss")),
@@ -315,6 +315,9 @@ def verdict(run: RunData, *, alone: bool = True) -> tuple[str, bool]:
     if run.watched is None:
         return f"{ended}; its layers were not watched.", True
     kinds = Counter(event.rule for event in run.watched.events if not event.undone).most_common()
+    bad = np.unique(run.watched.operands["layer"][run.watched.operands["nonfinite"] > 0])
+    if not kinds and len(bad):  # a loop of one's own may judge by no rule
+        return f"{ended}, and {plural(len(bad), 'watched layer')} had inf or NaN.", False
     if not kinds:
         return f"{ended}, and the watch found nothing.", True
     rules = ", ".join(f"{count} {rule}" for rule, count in kinds[:3]) + (", ..." if len(kinds) > 3 else "")
@@ -430,7 +433,7 @@ def to_dict(run: RunData) -> dict[str, Any]:
     return {
         "run": str(run.path),
         "name": run.name,
-        "recipe": run.recipe or None,
+        "recipe": recipe_name(run.settings) or None,
         "step": run.last_step,
         "series": {key: _series(series) for key, series in run.series.items()},
         "precision": dict(run.precision),

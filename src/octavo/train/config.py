@@ -1,12 +1,7 @@
 """A training run is one frozen record of settings: `Config`.
 
 A setting has its default, help and valid values on its line. A field that is another dataclass is a table, and its
-settings are named TABLE.KEY:
-
-    a file           [parallel]
-                     tp = 2
-    a command line   --parallel.tp 2
-    code             config.parallel.tp
+settings are named TABLE.KEY, as parallel.tp.
 
 A command line overrides a file (TOML, or the config.json of a run), and a file the defaults. Conditions on several
 settings are checked after them, in `__post_init__`, so every `Config` is valid. A setting with the default None follows
@@ -536,13 +531,26 @@ def _refusals_of_heads(config: Config) -> Iterator[Refusal]:
     )  # fmt: skip
 
 
+SIZES = ("layers", "width", "heads", "kv_heads", "mlp_width", "tied", "rope_theta")  # of a built-in model
+
+
 def check_effects(config: Config, processes: int, tp: int, shares: int, given: Collection[str]) -> None:
     """Raise a ConfigError if a setting among `given` that is not the default has no effect. The run has so many
     processes, of which `tp` share each layer, and its batch is divided into `shares`."""
-    tokens = config.batch // shares * config.context
+    tokens, built_in, model = config.batch // shares * config.context, config.model in BUILT_IN_MODELS, config.model
     wide = config.recipe != "auto" and not get_recipe(config.recipe).quantized
     idle = (
-        ("rope_theta", config.model == "gpt2", "rotary positions", "model gpt2", "give --model llama"),
+        *((name, not built_in, "a model from random weights", f"model {model}", "give --model llama")
+          for name in (*SIZES, "tokenizer")),
+        ("vocabulary", config.tokenizer != "bpe" and (config.tokenizer, config.vocabulary) != ("bytes", 256),
+         "tokenizer bpe", f"tokenizer {config.tokenizer}", "give --tokenizer bpe"),
+        ("bias", model != "gpt2", "the model gpt2", f"model {model}", "give --model gpt2"),
+        ("disturb", not config.branch, "a branch", "none", "give --branch RUN/step-N"),
+        ("watch.rollbacks", config.watch.on_spike == "log", "watch.on_spike rollback", "log",
+         "give --watch.on-spike rollback"),
+        ("attention.shortest", config.attention.precision == "bf16", "attention.precision fp8", "bf16",
+         "give --attention.precision fp8"),
+        ("rope_theta", model == "gpt2", "rotary positions", "model gpt2", "give --model llama"),
         ("bf16_gemms", wide, "a recipe with GEMMs in FP8", f"recipe {config.recipe}", "give --recipe rowwise"),
         ("decay", config.schedule == "cosine", "schedule wsd", "schedule cosine", "give --schedule wsd"),
         ("loss.chunk", config.loss.chunk > tokens, f"{config.loss.chunk} tokens in a micro-batch of a process",
@@ -555,7 +563,8 @@ def check_effects(config: Config, processes: int, tp: int, shares: int, given: C
         ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
     )  # fmt: skip
     for name, without_effect, required, got, remedy in idle:
-        changed = name in given and attrgetter(name)(config) != settings_of(Config)[name].default
+        own = name in given and name not in config.derived
+        changed = own and attrgetter(name)(config) != settings_of(Config)[name].default
         refuse(config, (name, without_effect and changed, required, got, f"{remedy}, or leave {name} out"))
 
 

@@ -20,9 +20,6 @@ from octavo.models.mixture import Mixture
 from octavo.models.tokenizer import Batches
 from octavo.nn.fused_loss import Head, Task, computing_loss
 
-# ---- The loss of a batch.
-
-
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -97,9 +94,15 @@ def mean_loss(
     count: int | None,
     loss: Loss = whole_loss,
 ) -> tuple[float, int]:
-    """The mean loss over `count` batches (None: each once), and the number of tokens that were predicted."""
+    """The mean loss over `count` batches (None: every sequence once), and the number of tokens that were predicted."""
     whole = max(batches.sequences // batches.batch, 1)
+    rest = batches.sequences % batches.batch if count is None else 0  # sequences that fill no batch
     count = whole if count is None else min(count, whole)
     with own_random(device):
         losses = [next_token_loss(model, batches.at(index), device, precision, loss) for index in range(count)]
-    return float(torch.stack(losses).mean()), count * batches.batch * batches.context
+        mean = float(torch.stack(losses).mean())
+        if rest:
+            inputs, targets = batches.at(count)
+            last = next_token_loss(model, (inputs[:rest], targets[:rest]), device, precision, loss)
+            mean += (float(last) - mean) * rest / batches.sequences
+    return mean, (count * batches.batch + rest) * batches.context

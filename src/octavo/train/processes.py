@@ -496,11 +496,6 @@ def collect_young(step: int) -> None:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: a terminal closes, or an ssh connection ends
 
 
-def name_of(number: int) -> str | None:
-    """The name of a signal by its number; None for 0."""
-    return signal.Signals(number).name if number else None
-
-
 @contextmanager
 def delay_interrupts() -> Iterator[list[int]]:
     """Note the signal that comes within the block instead of acting on it; give the handlers back then, or after it. A

@@ -99,7 +99,6 @@ _OTHER_NAMES = {
     "train_tokens_per_second": "tokens_per_second",
 }
 
-
 _NOT_WATCHED = (
     "The run was not watched, so its layers have no figures. octavo train watches unless watch.interval is 0; in a "
     "loop of your own, call octavo.watch."
@@ -147,11 +146,6 @@ class RunData:
     remarks: Sequence[str] = ()  # unusual things, each a sentence
     started: Mapping[str, Any] = field(default_factory=dict)  # the command, the machine and the versions
     written: str = ""  # the time of the last record (UTC)
-
-    @property
-    def recipe(self) -> str:
-        """The name of its recipe; "" if it is not known."""
-        return recipe_name(self.settings)
 
     @property
     def evaluations(self) -> dict[int, float]:

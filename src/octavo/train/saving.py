@@ -87,7 +87,7 @@ def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> Opened:
     described = _read_description(folder)
     if described["fingerprint"] != fingerprint:
         raise ArtifactError(
-            f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
+            f"the data is not what {folder} was trained on: pass the same --data and --validation-fraction"
         )
     return Opened(described, _open_weights(folder, model), *(_open(folder, stem) for stem in ("optimizer", "state")))
 

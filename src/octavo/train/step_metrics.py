@@ -1,18 +1,7 @@
 """The records of a run: metrics.jsonl, boards on request, and one line per logged step on the terminal.
 
-A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
-
-    at the start and each resume   data: the text read and skipped (`octavo.data.ReadReport.to_dict`), precision
-                                   (`precision_of`), dtypes (`observed_dtypes`), and started (`start_of`)
-    every log_every steps          loss, learning_rate, gradient_norm, tokens (trained on so far), seconds (of training,
-                                   since the log record before), tokens_per_second, peak_memory (bytes),
-                                   largest_weight (the largest magnitude); of fp16 also loss_scale, skipped_steps; of
-                                   several processes tokens_per_second_per_gpu; of a GPU whose peak is known mfu
-                                   (`octavo.train.trainer`). The loss is the mean over all ranks, and the memory
-                                   that of the rank with the highest peak.
-    every evaluate_every steps     evaluation_loss, sample (a text)
-    with findings                  warnings (the number of findings by rule), promoted (the new precision by layer),
-                                   rolled_back_from (the step from which the run went back to this one)
+A line of metrics.jsonl is an object with `step`, the optimizer steps done, and the keys that docs/runs.md lists. The
+loss is the mean over all ranks, and the memory is of the rank with the highest peak.
 """
 
 from __future__ import annotations

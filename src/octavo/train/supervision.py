@@ -309,11 +309,12 @@ def _found(place: Place | None) -> str:
 
 
 def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str | None:
-    """The converted layer that a remedy changes; None if there is none. A stack of experts' matrices gives its module.
-    Where the weights of a SwiGLU's gate and up are aligned, it is their product that has outliers: the input of
-    down."""
+    """The converted layer that a remedy changes; None if there is none. A stack of experts' matrices gives its module,
+    and a layer in adapters the name that it has within them. Where the weights of a SwiGLU's gate and up are aligned,
+    it is their product that has outliers: the input of down."""
     name = event.layer or ""
-    layer: nn.Module | None = layers.get(name, layers.get(name.rpartition(".")[0]))
+    names = (name, f"{name}.base_layer", name.rpartition(".")[0])
+    layer: nn.Module | None = next((layers[each] for each in names if each in layers), None)
     if event.rule == "swiglu_alignment":
         mlps = [module for module in model.modules() if isinstance(module, FusedMLP)]
         layer = next((mlp.outer for mlp in mlps if any(inner is layer for inner in mlp.inner)), layer)

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from signal import Signals
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ from octavo.nn.delayed import histories
 from octavo.nn.module_tools import is_weight
 from octavo.scales import seed_scales, update_scales
 from octavo.train import processes, saving, step_metrics
-from octavo.train.config import Config, ConfigError, check_effects, settings_of, write_settings
+from octavo.train.config import Config, ConfigError, check_effects, refuse, settings_of, write_settings
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
     add_adapters,
@@ -76,7 +77,7 @@ class Result:
     interrupted: str | None
 
 
-class RunData(NamedTuple):
+class TokenizedText(NamedTuple):
     """The text of a run in tokens, its tokenizer, and the report of the text that was read."""
 
     tokenizer: Tokenizer
@@ -91,7 +92,7 @@ class Trainer:
     config: Config
     state: saving.TrainState
     loss: Loss
-    data: RunData
+    data: TokenizedText
     training: Batches
     validation: Batches
     run_folder: RunFolder
@@ -117,7 +118,7 @@ class Trainer:
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
         config, state = self.config, self.state
-        evaluation = signal = None
+        evaluation = interrupted = None
         clock, agreement = _Clock(state.step), processes.Agreement()
         with (
             self.lock,
@@ -135,7 +136,7 @@ class Trainer:
                 precision = step_metrics.precision_of(self.model, state.device)
                 start = {"dtypes": self._dtypes(), "started": step_metrics.start_of(state.device)}
                 metrics.write(state.step, data=self.data.read.to_dict(), precision=precision, **start)
-            while state.step < config.steps and signal is None:
+            while state.step < config.steps and interrupted is None:
                 loss, norm = self.step()
                 processes.collect_young(state.step)
                 processes.show(self.console, "training", state.step, config.steps)
@@ -143,18 +144,18 @@ class Trainer:
                 number, failed = agreement.reach(sum(noted), checkpoints.failed)
                 if failed:
                     checkpoints.wait()
-                signal = processes.name_of(number)
+                interrupted = Signals(number).name if number else None
                 done = state.step == config.steps
-                logs = state.step % config.log_every == 0 or done or signal is not None
+                logs = state.step % config.log_every == 0 or done or interrupted is not None
                 evaluates = state.step % config.evaluate_every == 0 or done
-                saves = state.step % config.save_every == 0 or done or signal is not None
+                saves = state.step % config.save_every == 0 or done or interrupted is not None
                 if logs or evaluates or saves or state.step % CHECK_EVERY == 0:
                     if state.device.type == "cuda":
                         torch.cuda.synchronize(state.device)  # the clock counts the steps that the GPU still computes
                     with clock.paused():
                         went_back = supervisor.check()
                     if went_back:
-                        logs, evaluates, saves = False, False, signal is not None
+                        logs, evaluates, saves = False, False, interrupted is not None
                 if logs:
                     self._log(metrics, clock, processes.mean_of_ranks(loss), norm)
                 with clock.paused():
@@ -163,7 +164,7 @@ class Trainer:
                     if saves:
                         checkpoints.save(state)
         self.watch = None
-        return Result(state.step, evaluation, signal)
+        return Result(state.step, evaluation, interrupted)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step: the mean loss of this rank's sequences and the norm of the gradient, 0-dim tensors."""
@@ -329,6 +330,9 @@ def start_run(config: Config, console: Console) -> Trainer:
     return trainer
 
 
+_OF_THE_START = ("tokenizer", "vocabulary", "calibration", "branch", "disturb")  # settings that a resumed run ignores
+
+
 def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value. The
     run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all."""
@@ -340,7 +344,11 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
                 stack.enter_context(locked_folder(path))
             newest = run.newest()
             given = parse(overrides)
-            config = _absolute_paths(read_settings(run).change(**given))
+            before = _absolute_paths(read_settings(run))
+            config = _absolute_paths(before.change(**given))
+            began = {name: getattr(before, name) for name in _OF_THE_START}
+            refuse(config, *((name, getattr(config, name) != value, "a new run", f"one that began with {value!r}",
+                              "leave it out") for name, value in began.items()))  # fmt: skip
             degrees = processes.find_degrees(config.parallel, processes.world_size())
             check_effects(config, degrees.processes, degrees.tp, degrees.data, given)  # what it had may have none now
             if config.out != str(path):
@@ -363,7 +371,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
 
 def branch_settings(checkpoint: Path, overrides: Sequence[str]) -> Config:
     """The settings of the run of a checkpoint with `overrides`, for a branch, which is not disturbed again."""
-    run = RunFolder(checkpoint.parent)
+    run = RunFolder(checkpoint if RunFolder(checkpoint).has_model else checkpoint.parent)
     run.check()
     if checkpoint.name not in (kept := [path.name for path in run.checkpoints()]):
         raise ArtifactError(f"{run.path} has no checkpoint {checkpoint.name}: it keeps {', '.join(kept) or 'none'}")
@@ -424,7 +432,7 @@ def prepare_run(
     lock: ExitStack,
     console: Console,
     checkpoint: Path | None = None,
-    data: RunData | None = None,
+    data: TokenizedText | None = None,
 ) -> Trainer:
     """The run of a settled `config` at step 0, of which nothing is written. Every rank must call this. `checkpoint`,
     which the caller will load, is checked before memory is taken. `data` None reads the data."""
@@ -476,15 +484,15 @@ def prepare_run(
     return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
 
 
-def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
+def read_data(config: Config, run: RunFolder, console: Console) -> TokenizedText:
     """The data of a run. Rank 0 reads it for all; every rank of a process group must call this."""
 
-    def read() -> RunData:
+    def read() -> TokenizedText:
         tokenizer, reading = open_data(config, run.model)
         for line in reading.report.lines():
             processes.print_line(console, line)
         corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
-        return RunData(tokenizer, reading.report, corpus)
+        return TokenizedText(tokenizer, reading.report, corpus)
 
     return processes.on_first(read)
 
@@ -528,6 +536,9 @@ def was_restarted() -> bool:
     return any(processes.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
 
+_WRITTEN = {"config.json", "metrics.jsonl", "actions.json", "report.html", "model", "watch", "tensorboard", "wandb"}
+
+
 def start_or_resume(config: Config, console: Console) -> Trainer:
     """The run in `config.out` at its newest checkpoint; a new run if the folder has none. Every rank must call this."""
     resumes = processes.on_first(lambda: _has_checkpoint(config))  # before the others write to the folder
@@ -535,7 +546,7 @@ def start_or_resume(config: Config, console: Console) -> Trainer:
 
 
 def _has_checkpoint(config: Config) -> bool:
-    """True if the folder of the run has a checkpoint. The files of a run without one are removed."""
+    """True if the folder of the run has a checkpoint. A run without one is removed, unless it has files of others."""
     run = RunFolder(Path(config.out))
     if not run.config.is_file():
         return False
@@ -548,6 +559,9 @@ def _has_checkpoint(config: Config) -> bool:
             )
     if run.checkpoints():
         return True
+    if others := {path.name for path in run.path.glob("[!.]*")} - _WRITTEN:
+        message = f"{run.path} has no checkpoint, and {min(others)} is not of a run: move it, or choose another --out"
+        raise FileExistsError(message)
     with locked_folder(run.path):
         shutil.rmtree(run.path)
     return False

@@ -287,7 +287,10 @@ class WatchWriter:
 
     def _former_interval(self, run: Path) -> int:
         """That of the watch which this one continues. An ArtifactError if it watched other layers."""
-        interval, former = _read_layers(run)
+        try:
+            interval, former = _read_layers(run)
+        except ArtifactError as error:
+            raise ArtifactError(f"{error}. Move {self.folder} out of the run, to watch it anew") from error
         before, now = ({(layer.name, layer.shape) for layer in layers} for layers in (former, self._layers))
         if before != now or len(former) != len(self._layers):
             name, shape = min(before ^ now)

@@ -110,8 +110,10 @@ class Layers:
         self.places = [Place(m.name, m.module, (i,), 3 * at, m.leaf) for at, (i, m) in enumerate(converted)]
         row = 3 * len(converted)
         for name, fused in model.named_modules():  # those that may run several layers as one GEMM
-            if isinstance(fused, FusedModule) and all(isinstance(linear, RecipeLayer) for linear in fused.inner):
-                layers = tuple(numbers[id(linear)] for linear in fused.inner)
+            # PEFT puts adapters around a layer, its base_layer
+            inner = [getattr(m, "base_layer", m) for m in fused.inner] if isinstance(fused, FusedModule) else []
+            if inner and all(isinstance(linear, RecipeLayer) for linear in inner):
+                layers = tuple(numbers[id(linear)] for linear in inner)
                 self.places.append(Place(plain_name(name), fused, layers, row))
                 row += 1 + 2 * len(layers)
         self.firsts, self.count = dict[int, int](), len(self.matrices)
