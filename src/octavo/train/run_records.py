@@ -43,7 +43,7 @@ SERIES = (
     "loss_scale",
 )  # fmt: skip
 # What stands wherever the losses of single runs are compared.
-ONE_SEED = "one seed: cannot tell. Two seeds of one recipe differ too: octavo bisect compares several."
+ONE_SEED = "one seed: cannot tell. Two seeds of one recipe differ too. --decide tells, from several runs."
 
 
 def different_settings(of_runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
