@@ -370,8 +370,8 @@ def open_engine(
     try:
         make_forward(model, 1, engine.dtype, engine.scales)
         served = engine.asked or engine.limit >= min(context, tokens)
-    except UnservedError:
+    except UnservedError as error:
         if engine.asked:
-            raise
+            raise UnservedError(f"{error}: leave kv_cache (--kv-cache) out, for transformers' own") from None
         served = False
     return engine if served else Engine(model, context=context, own_cache=True)
