@@ -120,7 +120,7 @@ def uncached(model: Llama | GPT2, text: list[int], count: int, context: int = 16
     """Greedy tokens, each from one forward pass over the text, or over its last half once it exceeds the context."""
     new = []
     for _ in range(count):
-        text = text[-(context // 2) :] if len(text) > context else text
+        text = text[-(context // 2 or 1) :] if len(text) > context else text
         with torch.no_grad():
             new.append(int(model(torch.tensor([text]))[0, -1].argmax()))
         text = [*text, new[-1]]
@@ -137,10 +137,13 @@ def test_greedy_tokens_of_each_prompt_are_those_without_a_cache(config: LlamaCon
 
 
 @MODELS
-def test_a_text_goes_on_past_the_context_from_its_last_half(config: LlamaConfig | GPT2Config) -> None:
+@pytest.mark.parametrize(("context", "begin"), [(10, 6), (1, 1)])
+def test_a_text_goes_on_past_the_context_from_its_last_half(
+    config: LlamaConfig | GPT2Config, context: int, begin: int
+) -> None:
     model = lively_model(config)
-    found = [token for [token] in Engine(model, context=10).generate([prompt(6)], 40, GREEDY)]
-    assert found == uncached(model, prompt(6), 40, 10)
+    found = [token for [token] in Engine(model, context=context).generate([prompt(begin)], 40, GREEDY)]
+    assert found == uncached(model, prompt(begin), 40, context)
 
 
 def test_only_new_tokens_are_computed() -> None:

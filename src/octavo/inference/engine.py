@@ -207,7 +207,7 @@ class Engine:
     ) -> Generator[list[int | None], None, None]:
         """Yield the next token of each prompt, up to `count` times; None for a prompt whose text has ended.
 
-        A text that outgrows the context continues from its last `limit` // 2 tokens, as if they were the whole text.
+        A text that outgrows the context continues from its last `limit` // 2 tokens, at least one, as if they were all.
 
         Args:
             prompts: token ids, one list a prompt, of any lengths; or a tensor [B, T].
@@ -245,7 +245,7 @@ class Engine:
                         return
                     yield [None if ended[i] else found[i] for i in rows]
             count -= new
-            batch = _last_tokens(Prompts(ids, batch.padding), self.limit // 2)
+            batch = _last_tokens(Prompts(ids, batch.padding), self.limit // 2 or 1)
 
     def warm_up(self, batch: int = 1, tokens: int = 256, new: int = 3) -> None:
         """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch with room for
