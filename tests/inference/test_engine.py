@@ -138,9 +138,7 @@ def test_greedy_tokens_of_each_prompt_are_those_without_a_cache(config: LlamaCon
 
 @MODELS
 @pytest.mark.parametrize(("context", "begin"), [(10, 6), (1, 1)])
-def test_a_text_goes_on_past_the_context_from_its_last_half(
-    config: LlamaConfig | GPT2Config, context: int, begin: int
-) -> None:
+def test_a_text_goes_on_past_the_context_from_its_last_half(config, context, begin):
     model = lively_model(config)
     found = [token for [token] in Engine(model, context=context).generate([prompt(begin)], 40, GREEDY)]
     assert found == uncached(model, prompt(begin), 40, context)

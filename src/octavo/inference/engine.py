@@ -245,7 +245,8 @@ class Engine:
                         return
                     yield [None if ended[i] else found[i] for i in rows]
             count -= new
-            batch = _last_tokens(Prompts(ids, batch.padding), self.limit // 2 or 1)
+            dropped = ids.shape[1] - (self.limit // 2 or 1)
+            batch = Prompts(ids[:, dropped:], tuple(max(0, padding - dropped) for padding in batch.padding))
 
     def warm_up(self, batch: int = 1, tokens: int = 256, new: int = 3) -> None:
         """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch with room for
@@ -345,11 +346,6 @@ def parts_of(model: nn.Module) -> list[Any]:
             parts += (t.data_ptr() for t in module._buffers.values() if t is not None)
             waiting += module._modules.values()
     return parts
-
-
-def _last_tokens(prompts: Prompts, count: int) -> Prompts:
-    dropped = prompts.ids.shape[1] - count
-    return Prompts(prompts.ids[:, dropped:], tuple(max(0, padding - dropped) for padding in prompts.padding))
 
 
 def open_engine(

@@ -232,7 +232,6 @@ def _swiglu(width: int, hidden: int, *, bias: bool = False, copies: int = 1, act
 
 
 def _language_model(name: str, f: Fields, blocks: Sequence[Block], *, fused: bool, others: int) -> Architecture:
-    """The model of the kinds of blocks of which it has some."""
     width, vocabulary = f["hidden_size"], f["vocab_size"]
     tied = bool(f.get("tie_word_embeddings", False))
     embedding = vocabulary * width
@@ -350,8 +349,7 @@ FAMILIES: dict[str, Callable[[str, Fields], Architecture]] = {
 
 def positive_sizes(architecture: Architecture) -> Architecture:
     """`architecture`; a ValueError if a size is below one."""
-    sizes = [architecture.width, architecture.context, architecture.depth]
-    sizes += [block.count for block in architecture.blocks]
+    sizes = [architecture.width, architecture.context, architecture.depth, *(b.count for b in architecture.blocks)]
     sizes += [size for block in architecture.blocks for layer in block.layers for size in (layer.inputs, layer.outputs)]
     if min(sizes) < 1 or not all(math.isfinite(size) for size in sizes):
         raise ValueError(f"{architecture.name}: every size of a model must be at least 1; got {min(sizes)}")
