@@ -20,7 +20,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "re
 
 @pytest.mark.parametrize("settings", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "opt"])
 def test_tokens_are_those_of_transformers(name, padding, settings):
     model, fast = pair(name)
     inputs = batch(padding=padding)
@@ -28,15 +28,6 @@ def test_tokens_are_those_of_transformers(name, padding, settings):
         required = answers(model, inputs, seed, **settings)
         assert torch.equal(answers(fast, inputs, seed, **settings), required)
     assert len(sessions(fast)) == 1
-    assert fast.octavo_notices == set()
-
-
-def test_a_model_with_learned_positions():
-    model = model_of("opt", ffn_dim=96, word_embed_proj_dim=64).bfloat16()
-    fast = copy.deepcopy(model)
-    accelerate_generate(fast, 128)
-    inputs = batch(padding=(0, 4, 9))
-    assert torch.equal(answers(fast, inputs, do_sample=False), answers(model, inputs, do_sample=False))
     assert fast.octavo_notices == set()
 
 
@@ -120,10 +111,9 @@ def test_a_streamer_gets_every_token_while_the_text_grows():
 
 
 def test_a_cache_in_eight_bits_as_it_was_asked_for():
-    model, fast = pair("llama", kv_cache="int8")
+    _, fast = pair("llama", kv_cache="int8")
     inputs = batch(padding=(0, 4, 9))
-    exact, text = answers(model, inputs, do_sample=False), answers(fast, inputs, do_sample=False)
-    assert text.shape[0] == exact.shape[0]
+    text = answers(fast, inputs, do_sample=False)
     assert {store.keys.dtype for store in sessions(fast)[0].cache.stores} == {torch.int8}
     # The scales are those of this prompt, whatever the session held before.
     answers(fast, batch(length=9), do_sample=False)

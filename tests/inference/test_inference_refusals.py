@@ -11,7 +11,6 @@ from transformers import DeepseekV3Config, Gemma2Config, Qwen3NextConfig
 
 import octavo
 from octavo.calibration.calibrator import Calibration
-from octavo.inference.engine import Engine
 from octavo.inference.kv_cache import LayerKVCache, UnservedError
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import pad_prompts, read_prompts
@@ -125,7 +124,6 @@ ROWS: dict[str, tuple[Any, type[Exception], str]] = {
     "padding": (lambda: generate(padded_on_the_right()), ValueError, r"row 1 of attention_mask \[3, 11\] .* 'left'"),
     "dtype of generate": (lambda: pair("llama", kv_cache="fp4"), ValueError, "unknown dtype 'fp4' of keys and values"),
     "attention of generate": (lambda: pair("llama", attention="fp4"), ValueError, "one of bf16, fp8, got 'fp4'"),
-    "attention": (lambda: Engine(model_of("llama"), context=9, attention="int8"), ValueError, "bf16, fp8, got 'int8'"),
     "dtype of load": (lambda: octavo.load("no folder", kv_cache="fp4"), ValueError, "unknown dtype 'fp4'"),
     "head of load": (lambda: octavo.load("no folder", head="fp8"), ValueError, "one of bf16, rowwise, got 'fp8'"),
     "attention of load": (lambda: octavo.load("no folder", attention="fp4"), ValueError, "one of bf16, fp8, got 'fp4'"),

@@ -196,9 +196,10 @@ def test_compiled_with_a_static_cache_it_gives_the_same(made: Folders) -> None:
     torch.testing.assert_close(static_steps(model, compiled), required)
 
 
-def test_the_code_of_one_layer_is_the_code_of_all(made: Folders) -> None:
+@pytest.mark.parametrize("scheme", ["channel", "weight"])
+def test_the_code_of_one_layer_is_the_code_of_all(made: Folders, scheme: str) -> None:
     torch.compiler.reset()
-    model = octavo.load(made("llama", scheme="channel"))
+    model = octavo.load(made("llama", scheme=scheme))
     required = logits(model)
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")

@@ -77,10 +77,11 @@ def test_long_text_into_a_cache_that_holds_something(dtype):
     assert torch.allclose(*found, atol=2e-4)
 
 
-def test_beams():
-    model, inputs = model_of("qwen2"), prompts(True)
-    required, _ = greedy(model, inputs, Emulated(model.config, "bf16"), num_beams=3)
-    tokens, _ = greedy(model, inputs, QuantizedKVCache.for_model(model, 25, "bf16"), num_beams=3)
+@pytest.mark.parametrize(("rows", "settings"), [(3, {"num_beams": 3}), (1, {"prompt_lookup_num_tokens": 3})])
+def test_beams_and_candidates(rows, settings):
+    model, inputs = model_of("qwen2"), {name: x[-rows:] for name, x in prompts(True).items()}
+    required, _ = greedy(model, inputs, Emulated(model.config, "bf16"), **settings)
+    tokens, _ = greedy(model, inputs, QuantizedKVCache.for_model(model, 25, "bf16"), **settings)
     assert torch.equal(tokens, required)
 
 
@@ -239,9 +240,8 @@ def test_the_logits_are_those_of_transformers_own_forward(name, dtype, padded):
 @pytest.mark.parametrize("name", NAMES)
 def test_each_layer_rotates_and_stores_in_one_operation(name):
     _, model = both(name)
-    cache = QuantizedKVCache.for_model(model, 25, "bf16")
+    cache = filled(model)
     with torch.no_grad():
-        model(torch.ones(1, 4, dtype=torch.int64), **{CACHE: cache})
         seen = operations(lambda: model(torch.ones(1, 1, dtype=torch.int64), **{CACHE: cache}))
     assert (seen[ROTATE], seen["octavo::append_kv"]) == (2, 0)
 

@@ -172,14 +172,6 @@ def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkey
         assert found[0, 0, 0].item() == 2 - weight_only - no_experts
 
 
-def test_a_compiled_layer_gives_the_same(made: Folders) -> None:
-    model = octavo.load(made("llama", scheme="weight"))
-    eager = logits(model)
-    for layer in model.model.layers:
-        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
-    assert torch.equal(logits(model), eager)
-
-
 def test_a_note_names_what_was_measured_to_be_slower_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, (sizes, experts) = measured_speeds(), measured_expert_speeds()[0]
     for gpu in ("NVIDIA H200", "NVIDIA L40S"):

@@ -206,13 +206,6 @@ def test_prompts_that_do_not_fit_the_model(refused, llama, tmp_path, monkeypatch
     assert message in refused("generate", llama, *words, *GREEDY)
 
 
-def test_a_cache_that_does_not_fit_in_memory_is_one_line(octavo, llama, monkeypatch):
-    monkeypatch.setattr("octavo.inference.engine.free_bytes", lambda device: 1000)
-    code, out, err = octavo("generate", llama, "--prompt", "a", *GREEDY)
-    assert code == 1
-    assert re.fullmatch("error: the keys and values of 1 sequence of .* GiB are free on the GPU.*\n", err)
-
-
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )

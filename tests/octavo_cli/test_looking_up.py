@@ -135,11 +135,6 @@ def test_a_recipe_that_does_not_run_has_a_fix(octavo, tmp_path):
     assert "no FP8 GEMM here" not in octavo("doctor", "--gpu", "h100", "--recipe", "bf16")[1]
 
 
-def test_only_the_gpu_of_this_machine_is_timed(refused):
-    assert "leave --gpu out" in refused("doctor", "--gpu", "rtx4090", "--measure-layers")
-    assert "the nearest is rtx4090" in refused("doctor", "--gpu", "rtx409")
-
-
 # --- formats, against ml_dtypes
 
 TYPES = ML_DTYPES | {"fp32": np.float32}
@@ -331,5 +326,6 @@ def test_doctor_and_plan_take_a_file(octavo, refused, here):
     code, out, _ = octavo("doctor", "--json", "--recipe", "mine.json", "--recipe", "rowwise")
     assert (code, list(json.loads(out)["recipes"])) == (0, ["mine", "rowwise"])
     assert "leave --recipe out" in refused("doctor", "--measure-layers", "--recipe", "mine.json")
+    assert "leave --gpu out" in refused("doctor", "--measure-layers", "--gpu", "rtx4090")
     code, out, _ = octavo("plan", "llama-3-8b", "--recipe", "mine.json", "--json")
     assert (code, '"recipe": "mine"' in out) == (0, True)

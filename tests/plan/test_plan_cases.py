@@ -119,10 +119,23 @@ def as_few_layers(fields: dict, layers: int) -> dict:
     return fields | changed | ({"first_k_dense_replace": 1} if "first_k_dense_replace" in fields else {})
 
 
-@pytest.mark.parametrize("name", [name for name, fields in model_presets().items() if fields["model_type"] != "dit"])
-def test_a_preset_has_the_parameters_of_its_model_in_transformers(name):
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name, fields in model_presets().items() if fields["model_type"] != "dit"),
+        ("qwen3-8b", MOE | {"mlp_only_layers": [1]}),
+        ("qwen3-8b", MOE | {"decoder_sparse_step": 2}),
+        ("deepseek-v3", {"q_lora_rank": None}),
+        ("deepseek-v3", {"first_k_dense_replace": 0}),
+        ("deepseek-v3", {"first_k_dense_replace": 3}),  # more than the model has
+    ],
+)
+def test_a_model_has_the_parameters_that_it_has_in_transformers(name, changes):
     transformers = pytest.importorskip("transformers")
-    fields = as_few_layers({k: v for k, v in model_presets()[name].items() if k != "source"}, 2)
+    fields = as_few_layers({k: v for k, v in model_presets()[name].items() if k != "source"}, 2) | changes
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(**fields)
         if name.startswith("vit"):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from octavo.ops import quantize
 from octavo.plan.cases import Case, find_architecture
 from octavo.plan.model_shape import Architecture, Layer
 from octavo.plan.serving import ServingPlan, find_speeds, weight_bytes
-from octavo.rates.measured import find_gpu, measured_expert_speeds
+from octavo.rates.measured import find_gpu, measured_expert_speeds, measured_speeds
 from octavo.train.config import Config
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
@@ -77,6 +78,20 @@ def test_the_speed_of_experts_is_that_of_the_layer_of_the_nearest_size():
         for tokens, by_scheme in speeds.items():
             for name, speed in by_scheme.items():
                 assert find_speeds(SCHEMES[name], gpu, experts).at(tokens) == pytest.approx(speed)
+
+
+def test_between_measured_numbers_of_tokens_a_speed_is_between_those_of_the_scheme():
+    gpu = find_gpu("h200")
+    for name, scheme in SCHEMES.items():
+        own = {tokens: found[name] for tokens, found in measured_speeds().items() if name in found}
+        for low, high in pairwise(own):
+            between = find_speeds(scheme, gpu).at(2 * low)
+            assert min(own[low], own[high]) <= between <= max(own[low], own[high])
+
+
+def test_a_gemm_that_widens_its_operands_has_the_speed_of_another_that_does():
+    gpu, experts = find_gpu("h200"), Layer("up", 4096, 14336, copies=8, active=2)
+    assert find_speeds(SCHEMES["group32"], gpu, experts).points == find_speeds(SCHEMES["mx"], gpu, experts).points
 
 
 def test_the_usual_scheme_is_that_of_the_recipe():

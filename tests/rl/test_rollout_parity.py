@@ -121,6 +121,14 @@ def test_experts_multiply_the_same_numbers(made: Folders) -> None:
     assert ("weights", 0.0, "none: the same numbers") in found.sources
 
 
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])  # whose attention has a softcap, or a window of 8 tokens
+def test_a_model_that_transformers_own_cache_serves(made: Folders, name: str) -> None:
+    served, other = (octavo.load(made(name, scheme="channel")) for _ in range(2))
+    found = parity(served, other, IDS)
+    assert found.tokens == IDS[:, 1:].numel()
+    assert found.kl == alone(found)["sampling"] < 0.01
+
+
 def test_a_token_that_neither_model_gives(made: Folders) -> None:
     """Some models give the rest of a padded vocabulary the logit -inf."""
     model, served = pair(made)
@@ -174,6 +182,9 @@ def test_what_parity_refuses(made: Folders) -> None:
         parity(served, built("qwen3").bfloat16(), IDS)
     with pytest.raises(TypeError, match="parity takes a model of transformers, got a Linear"):
         parity(torch.nn.Linear(2, 2), served, IDS)
+    for name in ("bert", "t5"):
+        with pytest.raises(ValueError, match=r"causal language models .*, got a (Bert|T5)"):
+            parity(built(name), octavo.load(made(name, scheme="channel")), IDS)
 
 
 def of_sharded(rank: int, folder: Path) -> str:

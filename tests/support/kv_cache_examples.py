@@ -21,6 +21,7 @@ def model_of(name: str, **changes: Any) -> Any:
     cls = getattr(transformers, MODELS[name][0])
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     sizes |= {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 128, "head_dim": 16}
+    sizes |= {"ffn_dim": 96, "word_embed_proj_dim": 64}  # of OPT
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(1)
     model = cls(cls.config_class(**sizes | ends | changes)).eval()

@@ -207,7 +207,7 @@ class Engine:
     ) -> Generator[list[int | None], None, None]:
         """Yield the next token of each prompt, up to `count` times; None for a prompt whose text has ended.
 
-        A text that outgrows the context continues from its last `limit` // 2 tokens, as if they were the whole text.
+        A text that outgrows the context continues from its last `limit` // 2 tokens, at least one, as if they were all.
 
         Args:
             prompts: token ids, one list a prompt, of any lengths; or a tensor [B, T].
@@ -245,7 +245,8 @@ class Engine:
                         return
                     yield [None if ended[i] else found[i] for i in rows]
             count -= new
-            batch = _last_tokens(Prompts(ids, batch.padding), self.limit // 2)
+            dropped = ids.shape[1] - (self.limit // 2 or 1)
+            batch = Prompts(ids[:, dropped:], tuple(max(0, padding - dropped) for padding in batch.padding))
 
     def warm_up(self, batch: int = 1, tokens: int = 256, new: int = 3) -> None:
         """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch with room for
@@ -347,11 +348,6 @@ def parts_of(model: nn.Module) -> list[Any]:
     return parts
 
 
-def _last_tokens(prompts: Prompts, count: int) -> Prompts:
-    dropped = prompts.ids.shape[1] - count
-    return Prompts(prompts.ids[:, dropped:], tuple(max(0, padding - dropped) for padding in prompts.padding))
-
-
 def open_engine(
     model: Any,
     *,
@@ -370,8 +366,8 @@ def open_engine(
     try:
         make_forward(model, 1, engine.dtype, engine.scales)
         served = engine.asked or engine.limit >= min(context, tokens)
-    except UnservedError:
+    except UnservedError as error:
         if engine.asked:
-            raise
+            raise UnservedError(f"{error}: leave kv_cache (--kv-cache) out, for transformers' own") from None
         served = False
     return engine if served else Engine(model, context=context, own_cache=True)

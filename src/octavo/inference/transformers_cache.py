@@ -46,7 +46,7 @@ CACHE = cache_argument()
 class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a cache, as transformers calls it."""
 
-    is_compileable = True
+    is_compileable = is_croppable = True
     is_sliding = False
 
     def __init__(self, cache: ModelKVCache, layer: int) -> None:

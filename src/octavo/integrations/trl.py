@@ -57,8 +57,5 @@ def sample(served: Any, prompts: Sequence[Sequence[int]], config: GenerationConf
     mask = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
     output = served.generate(ids, attention_mask=mask.long().to(ids.device), generation_config=config)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return [_until(answer, ends) for answer in output[:, ids.shape[1] :].tolist()]
-
-
-def _until(answer: list[int], ends: Sequence[int | None]) -> list[int]:
-    return answer[: next((i + 1 for i, token in enumerate(answer) if token in ends), len(answer))]
+    answers = output[:, ids.shape[1] :].tolist()
+    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in answers]

@@ -10,8 +10,8 @@ layers. Layers with the same `group` read the same input, and run as one GEMM wh
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo import architectures
@@ -202,17 +202,18 @@ def _llama(name: str, f: Fields) -> Architecture:
     width, known = f["hidden_size"], _like_llama()[f["model_type"]]
     attention, layers = _grouped_query(f, biased=known.qkv_bias and f.get("qkv_bias", True))
     heads_norms = len(known.block.head_norms) * layers[0].outputs // attention.heads
-    experts = f.get("num_local_experts") or f.get("num_experts") or 0
-    hidden = f.get("moe_intermediate_size", f["intermediate_size"]) if experts else f["intermediate_size"]
-    if experts:
-        used = f["num_experts_per_tok"]
+    depth, others = f["num_hidden_layers"], 2 * width + heads_norms
+    dense = (*layers, *_swiglu(width, f["intermediate_size"], bias=f.get("mlp_bias", False)))
+    blocks = [Block(depth, dense, attention, gated=True, others=others)]
+    if experts := f.get("num_local_experts") or f.get("num_experts") or 0:
+        hidden, used = f.get("moe_intermediate_size", f["intermediate_size"]), f["num_experts_per_tok"]
         layers += (Layer("router", width, experts), *_swiglu(width, hidden, copies=experts, active=used))
         if shared := f.get("shared_expert_intermediate_size"):
             layers += (Layer("router", width, 1), *_swiglu(width, shared))
-    else:
-        layers += _swiglu(width, hidden, bias=f.get("mlp_bias", False))
-    block = Block(f["num_hidden_layers"], layers, attention, gated=True, others=2 * width + heads_norms)
-    return _language_model(name, f, (block,), fused=known.fusable, others=width)
+        step, without = f.get("decoder_sparse_step", 1), f.get("mlp_only_layers") or ()
+        sparse = sum(i not in without and (i + 1) % step == 0 for i in range(depth))
+        blocks = [replace(blocks[0], count=depth - sparse), Block(sparse, layers, attention, gated=True, others=others)]
+    return _language_model(name, f, blocks, fused=known.fusable, others=width)
 
 
 def _grouped_query(f: Fields, *, biased: bool) -> tuple[Attention, tuple[Layer, ...]]:
@@ -229,13 +230,14 @@ def _swiglu(width: int, hidden: int, *, bias: bool = False, copies: int = 1, act
     return up, up, Layer("down", hidden, width, bias, copies, active)
 
 
-def _language_model(name: str, f: Fields, blocks: tuple[Block, ...], *, fused: bool, others: int) -> Architecture:
+def _language_model(name: str, f: Fields, blocks: Sequence[Block], *, fused: bool, others: int) -> Architecture:
     width, vocabulary = f["hidden_size"], f["vocab_size"]
     tied = bool(f.get("tie_word_embeddings", False))
     embedding = vocabulary * width
     return Architecture(
-        name, f["model_type"], width, f["max_position_embeddings"], vocabulary, blocks,
-        head=0 if tied else embedding, embeddings=embedding, others=others, tied=tied, fused=fused,
+        name, f["model_type"], width, f["max_position_embeddings"], vocabulary,
+        tuple(block for block in blocks if block.count), head=0 if tied else embedding, embeddings=embedding,
+        others=others, tied=tied, fused=fused,
     )  # fmt: skip
 
 
@@ -247,16 +249,14 @@ def _deepseek(name: str, f: Fields) -> Architecture:
     q, k, v = heads * head, heads * head, heads * f["v_head_dim"]
     attention = Attention(heads, q, k, v, v, cached=latent + f["qk_rope_head_dim"])
     projections = (
-        Layer("qkv", width, q_rank),
+        Layer("qkv", width, q_rank or q),  # of low rank, or none
         Layer("qkv", width, latent + f["qk_rope_head_dim"]),
-        Layer("q_b", q_rank, q),
+        *((Layer("q_b", q_rank, q),) if q_rank else ()),
         Layer("kv_b", latent, heads * (f["qk_nope_head_dim"] + f["v_head_dim"])),
         Layer("o", v, width),
     )
-    norms = 2 * width + q_rank + latent
-    dense = Block(
-        f["first_k_dense_replace"], (*projections, *_swiglu(width, f["intermediate_size"])), attention, True, norms
-    )
+    norms, count = 2 * width + (q_rank or 0) + latent, min(f["first_k_dense_replace"], f["num_hidden_layers"])
+    dense = Block(count, (*projections, *_swiglu(width, f["intermediate_size"])), attention, True, norms)
     experts, used, shared = f["n_routed_experts"], f["num_experts_per_tok"], f["n_shared_experts"]
     hidden = f["moe_intermediate_size"]
     mlp = (
@@ -348,7 +348,7 @@ FAMILIES: dict[str, Callable[[str, Fields], Architecture]] = {
 
 def positive_sizes(architecture: Architecture) -> Architecture:
     """`architecture`; a ValueError if a size is below one."""
-    sizes = [architecture.width, architecture.context, *(block.count for block in architecture.blocks)]
+    sizes = [architecture.width, architecture.context, architecture.depth, *(b.count for b in architecture.blocks)]
     sizes += [size for block in architecture.blocks for layer in block.layers for size in (layer.inputs, layer.outputs)]
     if min(sizes) < 1 or not all(math.isfinite(size) for size in sizes):
         raise ValueError(f"{architecture.name}: every size of a model must be at least 1; got {min(sizes)}")

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from octavo.checkpoint.scheme import CHANNEL, FUSED, INT8, SCHEMES, WEIGHT, Scheme, find_gemm, get_scheme, scheme_on
+from octavo.checkpoint.scheme import CHANNEL, FUSED, INT8, MX, SCHEMES, WEIGHT, Scheme, find_gemm, get_scheme, scheme_on
 from octavo.ops.dispatch import SHORTEST_PROMPT
 from octavo.ops.launching import ARCHITECTURES
 from octavo.plan.model_shape import Architecture, Block, Layer
@@ -40,9 +40,10 @@ from octavo.recipe import Recipe
 # The speed was measured by the number of tokens, of the linear layers of Llama-3-8B together on an H200, with the
 # quantization of their inputs (`octavo.rates.measured`). Experts have the speed of the measured layer of experts whose
 # matrices are the most alike in size. Between two numbers of tokens it is interpolated; beyond them it is that of the
-# nearest. Two schemes stand in for one that was not measured, or that has another GEMM on the GPU of the plan:
+# nearest. Three schemes stand in for one that was not measured, or that has another GEMM on the GPU of the plan:
 #
 #     channel   if the GEMM takes eight-bit inputs
+#     mx        if it casts the inputs to eight bits, and widens both operands
 #     weight    if it takes inputs in BF16
 
 
@@ -86,10 +87,12 @@ def find_speeds(scheme: Scheme | None, gpu: Gpu, experts: Layer | None = None) -
     if not cast and gemm == "dequantized":
         wide = {m: speed for m, speed in _points(WEIGHT.name, None).items() if m >= 512}
         return SchemeSpeeds("dequantized", {1: WIDENED, **wide}, None, WEIGHT.name)
-    instead = CHANNEL if cast else WEIGHT
+    instead = (MX if gemm == "dequantized" else CHANNEL if cast else WEIGHT).name
     own = _points(scheme.name, experts) if (cast, gemm) == _gemm_on(scheme, MEASURED) else {}
-    others = _points(instead.name, experts) or _points(instead.name, None)
-    return SchemeSpeeds(gemm if cast else "weight-only", others | own, min(own, default=None), instead.name)
+    least = min(own, default=None)
+    others = _points(instead, experts) or _points(instead, None)
+    below = {tokens: speed for tokens, speed in others.items() if least is None or tokens < least}
+    return SchemeSpeeds(gemm if cast else "weight-only", below | own, least, instead)
 
 
 def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:

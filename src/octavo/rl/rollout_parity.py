@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from octavo.comparison import layer_errors, with_parameters
 from octavo.evaluation.metrics import divergences, log_probabilities
+from octavo.hf.meta_model import is_language_model
+from octavo.inference.engine import open_engine
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear
 from octavo.inference.session import Prompts, read_prompts
@@ -93,7 +95,8 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
             token is compared if all rows have one before it.
 
     Raises:
-        ValueError: a model is sharded, the weights do not fit, or no token is left to compare.
+        ValueError: a model is sharded, or no causal language model; the weights do not fit; or no token is left to
+            compare.
 
     Example:
         >>> octavo.rl.parity(model, served, batch).check(kl=0.01)
@@ -102,6 +105,8 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
         check_module(each, "parity")
     ids, mask = (batch["input_ids"], batch.get("attention_mask")) if hasattr(batch, "keys") else (batch, None)
     runs = _Runs(trained, served, read_prompts(ids, mask, ids.device), mask)
+    if other := [type(model).__name__ for model in runs.models if not is_language_model(model)]:
+        raise ValueError(f"parity takes two causal language models (Llama, Qwen, GPT-2, ...), got a {other[0]}")
     if any(hasattr(p, "full_tensor") for p in trained.parameters()):
         raise ValueError("parity takes a model that is not sharded: gather it on one device")
     if runs.start >= ids.shape[1]:
@@ -156,6 +161,9 @@ class _Runs:
             seen.append(logits.clone())
             return ids[:, text.shape[1]]
 
+        if not engine.asked:  # transformers' own cache serves what ours does not, as in `generate`
+            other = open_engine(engine.model, context=engine.context, tokens=ids.shape[1])
+            engine = other if other.own_cache else engine
         prompts = Prompts(ids[:, : self.start], self.prompts.padding)
         for _ in engine.run(prompts, self.targets.shape[1], choose, None, watched=False):
             pass
