@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.plan import planned_again
+from bench.gpu.plan import with_plan
 from octavo.plan.cases import Case, TrainingPlan
 from octavo.plan.step_time import HOP, NETWORK_HOP, Links, Training
 
@@ -32,7 +32,7 @@ ROWS = [
 def test_the_measured_hosts_of_two_gpus(row: dict[str, Any]) -> None:
     """The call of `Trainer.step`, nothing waited for. The blocks of `1b` are gathered in pairs."""
     assert row["gpus"] == 2
-    assert planned_again(row)["planned"]["host_seconds"] == pytest.approx(row["host_seconds"], rel=0.05)
+    assert with_plan(row)["planned"]["host_seconds"] == pytest.approx(row["host_seconds"], rel=0.05)
 
 
 @pytest.mark.parametrize(("mode", "ms"), [("bf16", 4.0), ("rowwise", 9.4)])
