@@ -144,6 +144,11 @@ def test_stochastic_draws_follow_torch_manual_seed():
     assert not torch.equal(first, second)
 
 
+def test_a_parameter_gives_numbers_without_a_gradient():
+    quantized = octavo.quantize(torch.nn.Parameter(torch.ones(2, 8)))
+    assert not (quantized.data.requires_grad or quantized.scale.requires_grad)
+
+
 def test_views_are_taken():
     x = tensor((2, 70, 3)).transpose(1, 2)
     q, expected = octavo.quantize(x), octavo.quantize(x.contiguous())

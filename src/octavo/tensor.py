@@ -59,6 +59,6 @@ def quantize(
         raise ValueError(f"{granularity} blocks need a matrix, got shape {list(x.shape)}: reshape it to two dimensions")
     if x.ndim == 0:
         raise ValueError("quantize needs at least one dimension, got a scalar: pass x.view(1)")
-    matrix = quantize_matrix(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), cast)
+    matrix = quantize_matrix(x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]), cast)
     data = matrix.data.view(x.shape)
     return QTensor(data, matrix.scale.view(cast.granularity.scale_shape(tuple(x.shape))), cast.fmt, cast.granularity)
