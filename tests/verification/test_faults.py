@@ -414,6 +414,7 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
         "channel", quantization(quant_method="gptq"), "config", CONFIG,
         "quant_method must be one of compressed-tensors, fp8, modelopt, torchao, it is 'gptq'",
     ),
+    "a list as method": ("channel", quantization(quant_method=["fp8"]), "config", CONFIG, "it is ['fp8']"),
     "no method": ("channel", quantization(quant_method=None), "config", CONFIG, "it is None"),
     "AutoFP8": (
         "channel", quantization(quant_method="fp8", activation_scheme="dynamic"), "config", CONFIG,

@@ -43,12 +43,13 @@ _HEADS = ("lm_head", "embed_out", "score", "classifier")
 
 
 class Required(NamedTuple):
-    """The tensors that a model needs: their shapes, the names of its linear layers, and for each parameter all names of
-    it."""
+    """The tensors that a model needs, by their names in files: their shapes, the names of its linear layers, and for
+    each parameter all names of it. `modules` has the linear layers by their names in the model."""
 
     shapes: Mapping[str, Shape]
     linears: list[str]
     tied: Mapping[str, list[str]]
+    modules: Collection[str]
 
 
 def check_folder(files: CheckpointFiles, required: Required, progress: Progress = no_progress) -> dict[str, LayerSpec]:
@@ -59,8 +60,8 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
         files.add_finding("config", "config.json", f"quantization_config: {error}")
         return {}
     for entry in unused:
-        is_pattern = "*" in entry or entry.startswith("re:")
-        if not is_pattern and not any(name.startswith(f"{entry}.") for name in required.shapes):
+        is_known = "*" in entry or entry.startswith("re:") or entry in required.modules
+        if not is_known and not any(name.startswith(f"{entry}.") for name in required.shapes):
             message = f"the list of ignored modules has {entry!r}, which is not a linear layer"
             files.add_finding("config", "config.json", message)
     layers: dict[str, LayerSpec] = {}

@@ -107,7 +107,7 @@ def read_specs(settings: Any, linears: Sequence[str]) -> tuple[dict[str, LayerSp
     if not isinstance(settings, Mapping):
         raise SpecError(f"config.json must have a quantization_config, it has {settings!r}")
     method = settings.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise SpecError(f"quant_method must be one of {', '.join(METHODS)}, it is {method!r}")
     exact = method == "compressed-tensors"
     ignored = _ignored(settings)
