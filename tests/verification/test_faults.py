@@ -155,6 +155,25 @@ def cast_again(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Damage:
     return damage
 
 
+def rounded_to_odd(name: str) -> Damage:
+    """Replace one byte, of a weight / scale halfway between two numbers, by the odd one."""
+
+    def damage(folder: Path, model: Path) -> None:
+        w = load_file(model / SINGLE)[f"{name}.weight"].float()
+
+        def change(tensors: dict[str, Tensor]) -> None:
+            scale, even = tensors[f"{name}.weight_scale"], tensors[f"{name}.weight"]
+            other = (2 * w / torch.exp2(scale.float() - 127).repeat_interleave(32, 1) - even.float()).clamp(-448, 448)
+            odd = other.to(E4M3)
+            halfway = (odd.float() == other) & (odd.view(torch.uint8).int() - even.view(torch.uint8).int()).abs().eq(1)
+            place = tuple(halfway.nonzero()[0])
+            even.view(torch.uint8)[place] = odd.view(torch.uint8)[place]
+
+        change_tensors(folder, change)
+
+    return damage
+
+
 def noisy(share: float) -> Callable[[Tensor, Tensor], Tensor]:
     """Another checkpoint of the model."""
 
@@ -291,6 +310,7 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "all bytes off by a code": (
         "mx", coded(Q, lambda codes: codes - (codes & 127).clamp(max=1)), "weights", Q + W, "are not",
     ),
+    "one byte is rounded to odd": ("mx", rounded_to_odd(Q), "weights", Q + W, "1 of 65536 bytes are not MODEL's"),
     "truncated": ("channel", cast_again(Q, truncated), "weights", Q + W, "scales are not"),
     "a checkpoint with 1 % of noise": ("channel", cast_again(Q, noisy(0.01)), "weights", Q + W, "bytes are not"),
     "a checkpoint with 10 % of noise": ("channel", cast_again(Q, noisy(0.1)), "weights", Q + W, "bytes are not"),

@@ -326,6 +326,14 @@ def test_models_that_readers_treat_specially(made: Folders, name: str, options: 
         assert "model.layers.0.mamba.dt_proj" not in [layer.name for layer in report.layers]
 
 
+def test_layers_of_other_names_are_found_by_transformers(made: Folders, tmp_path: Path) -> None:
+    """In several schemes, and in a folder that was made of another."""
+    pack(made("laguna"), tmp_path / "mixed", experts=True, layers={"*.down_proj": "tensor", "*.o_proj": "tensor"})
+    convert_layout(made("phimoe", scheme="channel", experts=True), tmp_path / "converted", scheme="tensor")
+    for name, folder in (("laguna", "mixed"), ("phimoe", "converted")):
+        check_agreement(verify(tmp_path / folder, made(name)))
+
+
 def test_a_model_that_cannot_run_is_named(tmp_path: Path) -> None:
     """FNet transforms in BF16, which no CPU does."""
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}

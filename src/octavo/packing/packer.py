@@ -177,9 +177,11 @@ class PackJob:
         meta_model, config = self.source.meta_model, dict(self.source.config)
         linears = meta_model.linears() + meta_model.experts.unpacked(self.packing.layout, self.layers.experts)
         # vLLM looks for the names of the files, and transformers for those of its modules.
-        linears += [name for name in self.layers.skipped if meta_model.file_name(name) != name]
+        renamed = [name for name in [*self.layers.linears, *self.layers.skipped] if meta_model.file_name(name) != name]
+        of_modules = {name: self.layers.schemes[name] for name in renamed if name in self.layers.schemes}
+        packing = replace(self.packing, schemes={**self.packing.schemes, **of_modules})
         config["dtype"] = str(UNQUANTIZED_DTYPE).removeprefix("torch.")
-        config["quantization_config"] = quantization_config(self.packing, linears, self.source.description)
+        config["quantization_config"] = quantization_config(packing, [*linears, *renamed], self.source.description)
         if self.packing.kv_cache and "num_attention_heads" in config:  # compressed-tensors needs it, OPT lacks it
             config.setdefault("num_key_value_heads", config["num_attention_heads"])
         return config
