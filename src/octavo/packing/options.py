@@ -234,12 +234,12 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     calibration."""
     linears, experts = _select(source, options), choose_experts(source, options)
     names = [name for name, reason in linears.items() if not reason]
-    if not names and not experts and not source.promoted.keys().isdisjoint(linears):
-        raise ValueError(
-            f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
-            "(--step), or name layers in --layer to pack them all the same"
-        )
     if not names and not experts:
+        if not source.promoted.keys().isdisjoint(linears):
+            raise ValueError(
+                f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
+                "(--step), or name layers in --layer to pack them all the same"
+            )
         reasons = "; ".join(f"{name}: {reason}" for name, reason in [*linears.items()][:4])
         raise ValueError(f"{source.origin} has no layer that can be packed ({reasons}): leave it in BF16")
     schemes = _schemes([*names, *experts], source, options)
