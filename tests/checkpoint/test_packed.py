@@ -11,7 +11,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 
-from octavo.checkpoint.files import ArtifactError, read_json
+from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import Packing, get_layout, quantization_config, read_packing
 from octavo.checkpoint.scheme import SCHEMES, check_tensors, looks_reciprocal, suspected
 from octavo.numerics import QTensor
@@ -149,16 +149,6 @@ def test_wrong_tensors_are_refused_by_name(name: str, value: torch.Tensor | None
         found[name] = value
     with pytest.raises(ArtifactError, match=rf"{message}.*pack it again"):
         check_tensors(found, required, WHERE)
-
-
-def test_json_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    with pytest.raises(FileNotFoundError, match=r"config.json is missing"):
-        read_json(path)
-    for content, message in (("{", "not valid JSON"), ("[1]", "must hold a JSON object, got list")):
-        path.write_text(content)
-        with pytest.raises(ArtifactError, match=message):
-            read_json(path)
 
 
 # ---- Scales that are the reciprocals of what they should be

@@ -208,15 +208,6 @@ def test_many_writers_take_turns(tmp_path):
     assert failures < 200
 
 
-def test_of_two_writers_of_one_folder_the_first_finishes_unharmed(tmp_path):
-    with whole_folder(tmp_path / "packed") as folder:
-        (folder / "a").write_text("1")
-        with pytest.raises(LockedError, match="choose another folder"), whole_folder(tmp_path / "packed"):
-            pytest.fail("the block must not run")
-        (folder / "b").write_text("2")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "packed"]
-
-
 def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match="a part of that path is a file"), whole_folder(tmp_path / "file/new"):

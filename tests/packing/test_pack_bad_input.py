@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from verify_examples import change_tensors
 
 from octavo.checkpoint.files import ArtifactError
@@ -25,6 +25,13 @@ from octavo.packing.options import check_degrees, check_shapes
 @pytest.fixture
 def llama(made):
     return made("llama")
+
+
+def test_layers_that_are_stored_transposed_are_refused(tmp_path):
+    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 16}
+    OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes)).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"no layer that can be packed \(transformer.h.0.attn.c_attn: a Conv1D stores"):
+        pack(tmp_path / "model", tmp_path / "out")
 
 
 def test_what_the_model_has_no_place_for_is_left_out(llama, tmp_path):

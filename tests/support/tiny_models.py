@@ -74,6 +74,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "JambaForCausalLM",
         EXPERTS | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     ),
+    "deepseekv32": ("DeepseekV32ForCausalLM", GROUPS | LATENT | {"index_n_heads": 2, "index_head_dim": 16}),
+    "phimoe": ("PhimoeForCausalLM", EXPERTS | {"intermediate_size": 64, "num_local_experts": 4}),
+    "laguna": (
+        "LagunaForCausalLM",
+        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64, "pad_token_id": 0},
+    ),
+    "hunyuan moe": ("HunYuanMoEV1ForCausalLM", {"intermediate_size": 64, "num_experts": 4, "moe_topk": 2}),
+    "olmo hybrid": (
+        "OlmoHybridForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 16,
+            "linear_num_key_heads": 4,
+            "linear_value_head_dim": 16,
+            "linear_num_value_heads": 4,
+            "pad_token_id": 0,
+        },
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_chunk_size": 16},
+    ),
+    "xlm roberta masked": ("XLMRobertaForMaskedLM", {"pad_token_id": 1, "max_position_embeddings": 66}),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {"intermediate_size_mlp": 64, "intermediate_size": 64, "num_local_experts": 4},
+    ),
     "gptneox": ("GPTNeoXForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
 }

@@ -282,6 +282,10 @@ def test_a_sound_model_of_transformers(name, training):
     assert "dx of 0" not in report.verdict
 
 
+def test_a_tied_head_is_compared_under_its_other_name(made):
+    assert octavo.check(open_theirs(made("qwen2")), made("qwen2")).remarks == []
+
+
 @pytest.mark.parametrize("recipe", octavo.recipe.PRESETS)
 def test_a_sound_model_of_ours(recipe):
     model = built("llama").bfloat16().train()
@@ -325,3 +329,19 @@ def test_a_sound_model_of_peft(made, converted, dora):
         octavo.convert(model)
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], use_dora=dora)
     assert octavo.check(peft.get_peft_model(model, config), made("llama")).ok
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("MobileBertForMaskedLM", {"embedding_size": 64, "intra_bottleneck_size": 32}),  # has an empty matrix
+        ("XLNetLMHeadModel", {"d_model": 64, "n_layer": 1, "n_head": 4, "d_inner": 64}),  # states -1 positions
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_sound_model_of_unusual_sizes(tmp_path, architecture, sizes):
+    cls = getattr(transformers, architecture)
+    given = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = cls(cls.config_class(**sizes if "d_model" in sizes else given | sizes))
+    model.save_pretrained(tmp_path)
+    assert octavo.check(model.train(), tmp_path).ok

@@ -12,6 +12,7 @@ from packed_examples import Example, small_shards
 from safetensors.torch import load_file, save_file
 from tiny_models import IMAGE_MODELS, MODELS, Folders, make_model
 from torch import Tensor, nn
+from transformers import FNetConfig, FNetModel
 from verify_examples import change_tensors, complaints, run_verify
 
 import octavo
@@ -296,8 +297,13 @@ def test_sizes_of_a_folder(tmp_path: Path) -> None:
 # RoBERTa's first position is 2, so 66 positions are for 64 tokens: the prompts are as long as the model can see.
 # transformers widens packed weights in a hook of the whole model, and an encoder's outputs are those of a part.
 # gptneox has other names of tensors in its files, and gemma2 a buffer beside the weight of its embedding.
+# Linear layers of phimoe and laguna have other names in the files; deepseekv32 and hunyuan cast an input to the dtype
+# of a weight; a convolution of olmo is three tensors in the files; the settings of bamba have an infinite number; the
+# tied weight of xlm roberta has the name of the embedding in the files, and that of the head in the model.
 SPECIAL = [
     *((name, {"scheme": "channel"}) for name in ("bert masked", "roberta", "gptneox", "gemma2", "jamba")),
+    *((name, {"scheme": "channel"}) for name in ("olmo hybrid", "bamba", "xlm roberta masked")),
+    *((name, {"scheme": "channel", "experts": True}) for name in ("phimoe", "laguna", "deepseekv32", "hunyuan moe")),
     *((name, {"scheme": "channel"}) for name in ("t5", "t5 trunk", "t5 encoder", "bart", "bart trunk")),
     *((name, {"scheme": "block", "layout": "fp8"}) for name in ("t5", "bart")),
 ]
@@ -318,6 +324,32 @@ def test_models_that_readers_treat_specially(made: Folders, name: str, options: 
         assert all(layer.output_sqnr is not None for layer in report.layers)  # every layer ran, of the decoder too
     if name == "jamba":  # its state-space layers read a weight without a call
         assert "model.layers.0.mamba.dt_proj" not in [layer.name for layer in report.layers]
+
+
+def test_layers_of_other_names_are_found_by_transformers(made: Folders, tmp_path: Path) -> None:
+    """In several schemes, and in a folder that was made of another."""
+    pack(made("laguna"), tmp_path / "mixed", experts=True, layers={"*.down_proj": "tensor", "*.o_proj": "tensor"})
+    convert_layout(made("phimoe", scheme="channel", experts=True), tmp_path / "converted", scheme="tensor")
+    for name, folder in (("laguna", "mixed"), ("phimoe", "converted")):
+        check_agreement(verify(tmp_path / folder, made(name)))
+
+
+def test_a_model_that_cannot_run_is_named(tmp_path: Path) -> None:
+    """FNet transforms in BF16, which no CPU does."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    FNetModel(FNetConfig(**sizes)).save_pretrained(tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "out")
+    report = verify(tmp_path / "out", tmp_path / "model")
+    (finding,) = map(str, report.findings)
+    assert finding == "config.json: transformers cannot run the model (RuntimeError: Unsupported dtype BFloat16)"
+    assert report.not_run
+
+
+def test_a_router_with_a_forward_of_its_own(tmp_path: Path) -> None:
+    """That of Llama 4 is a linear layer that gives two tensors."""
+    make_model(tmp_path / "model", "llama4")
+    pack(tmp_path / "model", tmp_path / "out")
+    assert "octavo" in [each.name for each in verify(tmp_path / "out").readers if each.outcome == "agrees"]
 
 
 def test_the_reference_convolves_in_float32(made: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

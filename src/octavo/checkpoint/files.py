@@ -416,8 +416,10 @@ class Checksums:
 
 def is_finite(tensor: Tensor) -> Tensor:
     """True if a tensor holds neither inf nor NaN: bool, of no dimension, on its device."""
-    if tensor.dtype == torch.float8_e4m3fn:  # no inf in this format, and one NaN of either sign
+    if tensor.dtype == torch.float8_e4m3fn and tensor.numel():  # no inf in this format, and one NaN of either sign
         return (tensor.view(torch.uint8) & 0x7F).max() < 0x7F
+    if not tensor.numel():  # such as a matrix of MobileBERT, for an embedding as wide as its layers
+        return torch.tensor(True, device=tensor.device)
     least, largest = torch.aminmax(tensor)  # several times as fast as `isfinite`, and without a copy
     return least.isfinite() & largest.isfinite()
 

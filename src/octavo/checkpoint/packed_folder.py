@@ -60,7 +60,8 @@ class PackedTensors:
         found: Any = self.config.get("quantization_config")
         settings = found if isinstance(found, dict) else {}
         layout = layout_of(settings)
-        stated: Any = next((settings[key] for key in layout.ignore if settings.get(key)), [])
+        listed = next((settings[key] for key in layout.ignore if settings.get(key)), None)
+        stated = [str(entry) for entry in listed] if isinstance(listed, list) else []  # `read_packing` refuses another
         specs = self.reader.specs
         weights = {
             name.removesuffix(".weight"): spec.dtype in WEIGHT_DTYPES
@@ -69,6 +70,9 @@ class PackedTensors:
         }
         plain = [name for name, packed in weights.items() if not packed]
         self.ignored: list[str] = _unpacked(stated, plain, exact=layout.exact)
+        # Whole names of no tensor, which transformers may have for a layer of another name in the files.
+        entries = [entry for entry in stated if not entry.startswith("re:") and "*" not in entry]
+        self._other_names = [entry for entry in entries if not any(name.startswith(f"{entry}.") for name in specs)]
         scaled = [name.rpartition(".")[0] for name in specs if name.endswith((f".{SCALE_NAME}", f".{SCALE_NAME}_inv"))]
         in_eight_bits = [name for name, packed in weights.items() if packed]
         linears = list(dict.fromkeys([*scaled, *in_eight_bits, *self.ignored]))
@@ -164,13 +168,13 @@ class PackedTensors:
         model."""
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         if packing is not None:
-            linears = [*packing.schemes, *self.ignored]
+            linears = dict.fromkeys([*packing.schemes, *self.ignored, *self._other_names])
             config["quantization_config"] = quantization_config(packing, linears, self.folder)
         write_config(target, config)
         copy_description(self.folder, target)
 
 
-def _unpacked(stated: Any, plain: list[str], *, exact: bool) -> list[str]:
+def _unpacked(stated: list[str], plain: list[str], *, exact: bool) -> list[str]:
     """The unpacked linear layers, of those whose weight is `plain`, that a list of modules names. The list may hold
     patterns and modules of other kinds.
 
@@ -178,8 +182,8 @@ def _unpacked(stated: Any, plain: list[str], *, exact: bool) -> list[str]:
     list lacks it: some writers rely on readers to leave heads unpacked.
     """
     names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in HEADS)
-    for entry in stated if isinstance(stated, list) else []:  # `read_packing` refuses another
-        head = str(entry).rstrip("*.")
+    for entry in stated:
+        head = entry.rstrip("*.")
         names |= dict.fromkeys([head] if head.endswith("lm_head") else [])
-        names |= dict.fromkeys(name for name in plain if is_named(str(entry), name, exact=exact))
+        names |= dict.fromkeys(name for name in plain if is_named(entry, name, exact=exact))
     return list(names)

@@ -296,7 +296,9 @@ def _transformers_meta_model(transformers: Any, config: Mapping[str, Any], folde
     check_counts(config, folder)
     check_expert_counts(config, str(where))
     settings = without_code(dict(config)) | {"name_or_path": str(folder)}  # a copy: transformers edits it
-    described = transformers.AutoConfig.for_model(**settings)
+    # transformers 5 writes the number Infinity as {"__float__": "Infinity"}.
+    decode = getattr(transformers.PretrainedConfig, "_decode_special_floats", dict)
+    described = transformers.AutoConfig.for_model(**decode(settings))
     model = _model(transformers, described)
     if model is None:
         named = next(iter(described.architectures or ()), None)
@@ -313,6 +315,8 @@ def _transformers_meta_model(transformers: Any, config: Mapping[str, Any], folde
 def _positions(model: Any, where: Path) -> int:
     """The tokens that a model can see; `UNLIMITED` if none is stated, which a language model must do to generate."""
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if stated == -1:  # XLNet's positions are relative
+        return UNLIMITED
     if isinstance(stated, int):
         # In RoBERTa no token takes the positions up to that of the padding.
         tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
@@ -401,7 +405,9 @@ def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:
     no file holds are on the CPU. An ArtifactError if `tensors` lacks one that transformers does not compute."""
     model: Any = meta_model.model
     compute_buffers(model, "cpu")
-    model.load_state_dict(tensors, strict=False, assign=True)  # strict: a tied head is not stored
+    tied = tied_names(model)  # all names: transformers may take the one that the files lack
+    every = {each: tensor for name, tensor in tensors.items() for each in tied.get(name, [name])}
+    model.load_state_dict(every, strict=False, assign=True)  # strict: a buffer that is computed is not stored
     model.tie_weights()
     if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
         raise ArtifactError(f"{left[0]} of {type(model).__name__} is in no file: this model cannot run here")
@@ -458,6 +464,11 @@ class RenamedReader(ShardReader):
         self._from = {loading.rename_source_key(name, rules, [])[0]: name for name in reader.specs}
         if len(self._from) < len(reader.specs):
             self._from = {name: name for name in reader.specs}
+        # The files name a tensor by any of its names, and a model by the first: XLM-RoBERTa's is that of the head.
+        for first, *others in tied_names(model).values():
+            stored = [name for name in others if name in self._from]
+            if first not in self._from and stored:
+                self._from[first] = self._from.pop(stored[0])
         self.specs = {new: reader.specs[name] for new, name in self._from.items()}
 
     def get(self, name: str) -> Tensor:

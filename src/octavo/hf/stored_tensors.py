@@ -32,7 +32,8 @@ class ExpertFiles:
     is changed here.
 
     `parts` has the tensors of the files that hold a tensor of the model, in order: several for a stack, one for any
-    other. `stacks` has the layers of the files in each stack: one projection of each expert, or two.
+    other. `stacks` has the layers of the files in each stack: one projection of each expert, or two. `experts` are
+    those layers that are matrices; a convolution can be several tensors in the files, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,22 +41,21 @@ class ExpertFiles:
         named = (*model.named_parameters(), *model.named_buffers())
         self.shapes = {name: tuple(t.shape) for name, t in named}
         self.parts: dict[str, list[str]] = {}
+        matrices: set[str] = set()
         if any(parameter.ndim == 3 for parameter in model.parameters()):
             meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
-            self.parts = {name: list(self._revert(name, tensor)) for name, tensor in meta.items()}
+            split = {name: self._revert(name, tensor) for name, tensor in meta.items()}
+            self.parts = {name: list(each) for name, each in split.items()}
+            matrices = {part for each in split.values() for part, tensor in each.items() if tensor.ndim == 2}
         self._stack_of = {part: name for name, parts in self.parts.items() if len(parts) > 1 for part in parts}
         if not self._stack_of:
             self.parts = {}
         self.stacks: dict[str, list[str]] = {}
         for part, name in self._stack_of.items():
             self.stacks.setdefault(name, []).append(part.removesuffix(".weight"))
+        self.experts = [part.removesuffix(".weight") for part in self._stack_of if part in matrices]
         self._in_files = {name: parts[0] for name, parts in self.parts.items()}
         self._in_model = {parts[0]: name for name, parts in self.parts.items() if len(parts) == 1}
-
-    @property
-    def experts(self) -> list[str]:
-        """Each projection of each expert, by its name in the files."""
-        return [layer for layers in self.stacks.values() for layer in layers]
 
     def unpacked(self, layout: Layout, packed: Collection[str]) -> list[str]:
         """The experts and routers in BF16, as a `quantization_config` must name its unpacked layers.
@@ -64,11 +64,11 @@ class ExpertFiles:
         `packed`, the others are named one by one. Routers are the modules that hold a matrix and are neither linear
         layers nor embeddings, and that other programs take for linear layers.
         """
-        names = [layout.experts] if layout.experts and self.stacks else []
+        names = [layout.experts] if layout.experts and self.experts else []
         if packed:
             names = [name for name in self.experts if name not in packed]
         elif not names:
-            modules = (re.sub(r"\.\d+\.[^.]*$", "", layers[0]) for layers in self.stacks.values())
+            modules = (re.sub(r"\.\d+\.[^.]*$", "", name) for name in self.experts)
             names = list(dict.fromkeys(modules))
         owners = {f"{name}.weight": module for name, module in self._model.named_modules()}
         weights = [name for name, p in self._model.named_parameters() if name in owners and p.ndim == 2]

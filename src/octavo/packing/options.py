@@ -18,6 +18,7 @@ from octavo.checkpoint.layouts import check_layout, get_layout
 from octavo.checkpoint.scheme import K_SCALE, SCHEME_OF, STATIC, V_SCALE, Scheme, attentions, get_scheme
 from octavo.hf.layer_map import check_groups, groups
 from octavo.hf.source import Source
+from octavo.nn.module_tools import is_conv1d
 from octavo.nn.selection import check_strings, select_linears
 from octavo.util import plural
 
@@ -209,6 +210,7 @@ def _scale(state: Mapping[str, Tensor], history: str, path: Path) -> Tensor | No
 
 
 KEPT_WIDE = "transformers quantizes no such layer of this class, it is sensitive to rounding"
+TRANSPOSED = "a Conv1D stores its weight as [K, N], and a packed weight is [N, K]"
 
 
 @dataclass(frozen=True)
@@ -232,11 +234,14 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     calibration."""
     linears, experts = _select(source, options), choose_experts(source, options)
     names = [name for name, reason in linears.items() if not reason]
-    if not names and not experts and not source.promoted.keys().isdisjoint(linears):
-        raise ValueError(
-            f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
-            "(--step), or name layers in --layer to pack them all the same"
-        )
+    if not names and not experts:
+        if not source.promoted.keys().isdisjoint(linears):
+            raise ValueError(
+                f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
+                "(--step), or name layers in --layer to pack them all the same"
+            )
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in [*linears.items()][:4])
+        raise ValueError(f"{source.origin} has no layer that can be packed ({reasons}): leave it in BF16")
     schemes = _schemes([*names, *experts], source, options)
     check_experts(schemes, experts, source, options)
     layout = get_layout(options.layout)
@@ -261,6 +266,7 @@ def _select(source: Source, options: PackOptions) -> dict[str, str]:
     linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), others)
     names = [layer.name for layer in linears]
     left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE) | _promoted(source, names, options.layers)
+    left |= {layer.name: TRANSPOSED for layer in linears if is_conv1d(layer.module)}
     return {layer.name: layer.reason or left.get(layer.name, "") for layer in linears}
 
 
@@ -297,14 +303,14 @@ def choose_experts(source: Source, options: PackOptions) -> dict[str, tuple[int,
     files = source.meta_model.experts
     if not options.experts:
         return {}
-    if not files.stacks:
+    if not files.experts:
         raise ValueError(f"{source.origin} has no stacked experts that Octavo packs: leave --experts out")
     skip = (*source.skip, *options.skip)
     stacked = {name: source.specs[name] for name in files.stacks}
     modules = {name: name.rpartition(".")[0] for name in stacked}
     stacked = {n: t for n, t in stacked.items() if modules[n] not in source.promoted and not _matches(modules[n], skip)}
     shapes = {name.removesuffix(".weight"): tuple(t.shape) for name, t in files.split(stacked).items()}
-    return {name: shape for name, shape in shapes.items() if not _matches(name, skip)}
+    return {name: shapes[name] for name in files.experts if name in shapes and not _matches(name, skip)}
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:

@@ -166,17 +166,22 @@ class PackJob:
 
     def expert_bytes(self, *, packed: bool) -> int:
         """The bytes in BF16 of the experts that are packed, or of those that are not."""
-        size = 0
-        for stack, parts in self.source.meta_model.experts.stacks.items():
-            count = sum((part in self.layers.schemes) == packed for part in parts)
+        size, files = 0, self.source.meta_model.experts
+        chosen = {part for part in files.experts if (part in self.layers.schemes) == packed}
+        for stack, parts in files.stacks.items():
+            count = len(chosen.intersection(parts))
             size += 2 * self.source.specs[stack].numel() // len(parts) * count  # the parts of a stack are of one size
         return size
 
     def config(self) -> dict[str, Any]:
         meta_model, config = self.source.meta_model, dict(self.source.config)
         linears = meta_model.linears() + meta_model.experts.unpacked(self.packing.layout, self.layers.experts)
+        # vLLM looks for the names of the files, and transformers for those of its modules.
+        renamed = [name for name in [*self.layers.linears, *self.layers.skipped] if meta_model.file_name(name) != name]
+        of_modules = {name: self.layers.schemes[name] for name in renamed if name in self.layers.schemes}
+        packing = replace(self.packing, schemes={**self.packing.schemes, **of_modules})
         config["dtype"] = str(UNQUANTIZED_DTYPE).removeprefix("torch.")
-        config["quantization_config"] = quantization_config(self.packing, linears, self.source.description)
+        config["quantization_config"] = quantization_config(packing, [*linears, *renamed], self.source.description)
         if self.packing.kv_cache and "num_attention_heads" in config:  # compressed-tensors needs it, OPT lacks it
             config.setdefault("num_key_value_heads", config["num_attention_heads"])
         return config

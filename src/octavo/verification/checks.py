@@ -43,12 +43,13 @@ _HEADS = ("lm_head", "embed_out", "score", "classifier")
 
 
 class Required(NamedTuple):
-    """The tensors that a model needs: their shapes, the names of its linear layers, and for each parameter all names of
-    it."""
+    """The tensors that a model needs, by their names in files: their shapes, the names of its linear layers, and for
+    each parameter all names of it. `modules` has the linear layers by their names in the model."""
 
     shapes: Mapping[str, Shape]
     linears: list[str]
     tied: Mapping[str, list[str]]
+    modules: Collection[str]
 
 
 def check_folder(files: CheckpointFiles, required: Required, progress: Progress = no_progress) -> dict[str, LayerSpec]:
@@ -59,8 +60,8 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
         files.add_finding("config", "config.json", f"quantization_config: {error}")
         return {}
     for entry in unused:
-        is_pattern = "*" in entry or entry.startswith("re:")
-        if not is_pattern and not any(name.startswith(f"{entry}.") for name in required.shapes):
+        is_known = "*" in entry or entry.startswith("re:") or entry in required.modules
+        if not is_known and not any(name.startswith(f"{entry}.") for name in required.shapes):
             message = f"the list of ignored modules has {entry!r}, which is not a linear layer"
             files.add_finding("config", "config.json", message)
     layers: dict[str, LayerSpec] = {}
@@ -309,7 +310,7 @@ def judge(data: Tensor, scale: Tensor, spec: LayerSpec, truth: Tensor, rounded: 
     """Compare the stored data [N, K] and scale of a packed weight with MODEL's weight `truth` [N, K]. If it is
     `rounded`, each byte must be the weight / scale rounded to nearest."""
     values = scale_values(scale, spec)
-    db, beyond = _compare(data, values, spec, truth, scale.dtype)
+    db, beyond = _compare(data, values, spec, truth, scale.dtype, rounded and spec.exponents)
     count = int(beyond.sum())
     if not count and (rounded or db >= _SAME_DB):
         return Judgement(db, count)
@@ -335,7 +336,7 @@ def _name_scale_or_byte(
     quotients = truth / spread(values, spec, data.shape)
     factor = torch.maximum(fitted / values, values / fitted)
     wrong = ~(factor <= _FACTOR)  # counts NaN
-    if still is not None:
+    if still is not None and not spec.exponents:  # a wrong exponent is off by a factor of two
         wrong |= 2 * _sums(still, spec) < _sums(beyond, spec)
     wrong &= _blocks(data, spec).abs().amax((1, 3)) >= 1  # smaller bytes have too few bits to judge their scale
     errors, signals = (_sums(t.square(), spec) for t in (data * spread(fitted, spec, data.shape) - truth, truth))
@@ -357,9 +358,11 @@ def _name_scale_or_byte(
 
 
 def _compare(
-    data: Tensor, values: Tensor, spec: LayerSpec, truth: Tensor, scale_dtype: torch.dtype
+    data: Tensor, values: Tensor, spec: LayerSpec, truth: Tensor, scale_dtype: torch.dtype, exact: bool = False
 ) -> tuple[float, Tensor]:
-    """The SQNR in dB, and for each byte [N, K] whether it lies beyond half a step from the weight / scale."""
+    """The SQNR in dB, and for each byte [N, K] whether it lies beyond half a step from the weight / scale. With `exact`
+    scales, powers of two, weight / scale is not rounded, and an odd byte at half a step is one that was not rounded to
+    the even neighbour."""
     signal = noise = 0.0
     beyond = torch.empty(data.shape, dtype=torch.bool)
     blocks = max(_CHUNK // (data.shape[1] * max(spec.rows, 1)), 1)  # of rows, in a chunk
@@ -370,8 +373,14 @@ def _compare(
         signal += float(w.square().sum())
         noise += float((d * s).sub_(w).square_().sum())
         x = (w / s).clamp_(-spec.largest, spec.largest)
-        far = (x - d.clamp_(min=-spec.largest)).abs_()  # other programs have the integer -128
-        torch.gt(far, half_step(x, spec, scale_dtype), out=beyond[start : start + step])
+        far, part = (
+            (x - d.clamp_(min=-spec.largest)).abs_(),
+            beyond[start : start + step],
+        )  # others have the integer -128
+        torch.gt(far, half_step(x, spec, scale_dtype), out=part)
+        if exact:
+            odd = data[start : start + step].view(torch.uint8).bitwise_and(1).bool()
+            part |= odd & (far == half_step(x, spec, scale_dtype, tie=0.0))
     return sqnr(signal, noise), beyond
 
 

@@ -107,7 +107,7 @@ def read_specs(settings: Any, linears: Sequence[str]) -> tuple[dict[str, LayerSp
     if not isinstance(settings, Mapping):
         raise SpecError(f"config.json must have a quantization_config, it has {settings!r}")
     method = settings.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise SpecError(f"quant_method must be one of {', '.join(METHODS)}, it is {method!r}")
     exact = method == "compressed-tensors"
     ignored = _ignored(settings)
@@ -338,7 +338,7 @@ def nearest(x: Tensor, spec: LayerSpec) -> Tensor:
     return q.round() if spec.integers else q.to(torch.float8_e4m3fn).float()
 
 
-def half_step(x: Tensor, spec: LayerSpec, scale_dtype: torch.dtype) -> Tensor:
+def half_step(x: Tensor, spec: LayerSpec, scale_dtype: torch.dtype, tie: float = 2.0**-21) -> Tensor:
     """The most that rounding to nearest moves a float32 number x = w / s.
 
         2^e <= |x| < 2^(e+1):    e4m3 has steps of 2^(e-3), and of 2^-9 below 2^-6; integers have steps of 1
@@ -346,7 +346,7 @@ def half_step(x: Tensor, spec: LayerSpec, scale_dtype: torch.dtype) -> Tensor:
     The writer rounds 1 / s and w times it in float32, or w / s in the dtype of its scales, and here w / s is rounded
     once more. This moves x, and decides a tie, by less than 2^(e-21), or 2^(e-8) in BF16 and 2^(e-11) in float16.
     """
-    tie = 2.0**-21 + {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(scale_dtype, 0.0)
+    tie += {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(scale_dtype, 0.0)
     power = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)  # 2^e: the bits of the exponent alone
     if spec.integers:
         return power.mul_(tie).add_(0.5)

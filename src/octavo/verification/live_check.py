@@ -117,7 +117,8 @@ def check(
         if not hasattr(model, "config"):
             kind = type(model).__name__
             raise ValueError(f"{kind} is no model of transformers, whose inputs are known: give a batch")
-        inputs = random_inputs(model, getattr(described.config, "max_position_embeddings", 32) or 32)
+        positions = getattr(described.config, "max_position_embeddings", None) or 32
+        inputs = random_inputs(model, positions if positions > 0 else 32)  # XLNet states -1
         batch = arguments_of(model, inputs.to(next(model.parameters(), inputs).device))
     run = _Run(model)
     run.step(*call_arguments(batch))
@@ -215,7 +216,8 @@ class _Run(TorchDispatchMode):
                 allowed = 0.4
             layer.allowed = max(layer.allowed, allowed + 2 * allowed / len(rows) ** 0.5)  # the worst of few is far off
             layer.y_error = max(layer.y_error, _error(_rows(y), expected, rows, w))
-        layer.lost |= x.requires_grad and not y.requires_grad
+        # The model calls a layer without gradients on purpose where it only chooses by its outputs (DeepSeek-V3.2).
+        layer.lost |= torch.is_grad_enabled() and x.requires_grad and not y.requires_grad
         if x.requires_grad:
             layer.waiting[call] = None
 
@@ -263,8 +265,8 @@ class _Run(TorchDispatchMode):
 def _is_linear(module: nn.Module) -> bool:
     """True for a layer that should compute x @ w^T + b, of any library: by its class, or by the name of that."""
     name, weight = type(module).__name__, getattr(module, "weight", None)
-    if hasattr(module, "base_layer") or not isinstance(weight, Tensor) or weight.ndim != 2:
-        return False
+    if hasattr(module, "base_layer") or not isinstance(weight, Tensor) or weight.ndim != 2 or "Router" in name:
+        return False  # the router of Llama 4 is a subclass that gives scores
     return isinstance(module, nn.Linear) or (name.endswith(("Linear", "Conv1D")) and "Norm" not in name)
 
 
@@ -362,23 +364,29 @@ def _block(size: int, count: int) -> int:
 def _weight_faults(model: nn.Module, folder: Path | None, remarks: list[str]) -> Iterator[Fault]:
     """Weights whose scale is missing, does not fit or cannot be right, and tensors that are not those of the folder."""
     read, eight_bit = ({}, set[str]()) if folder is None else _readers(folder)
-    alone = []
+    compared, alone = set[int](), dict[str, int]()
     for module_name, module in model.named_modules():
         for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
             name = f"{module_name}.{leaf}".lstrip(".")
-            if tensor is None or "scale" in leaf or not (tensor.is_floating_point() or tensor.dtype in _EIGHT_BITS):
+            if (
+                tensor is None
+                or not tensor.numel()
+                or "scale" in leaf
+                or not (tensor.is_floating_point() or tensor.dtype in _EIGHT_BITS)
+            ):
                 continue
             known = "" if ".modules_to_save." in name else plain_name(name)  # PEFT trains that copy
             weight, narrow, wrong = _held(module, leaf)
             if wrong and tensor.ndim > 1:
                 yield Fault("scale", name, wrong, torch.inf)
             if known in read:
+                compared.add(id(tensor))
                 near = _CAST if narrow and known not in eight_bit else _SAME
                 yield from (Fault("file", name, *found) for found in _differences(weight.cpu(), read[known](), near))
-            elif read and tensor.ndim > 1:
-                alone.append(name)
-    if alone:
-        remarks.append(f"{alone[0]} ({len(alone)} such) has no counterpart in the folder: it was not compared")
+            elif read and tensor.ndim > 1 and leaf not in module._non_persistent_buffers_set:
+                alone[name] = id(tensor)
+    if left := [name for name, tensor_id in alone.items() if tensor_id not in compared]:  # a tied one has another name
+        remarks.append(f"{left[0]} ({len(left)} such) has no counterpart in the folder: it was not compared")
 
 
 def _readers(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], set[str]]:

@@ -31,10 +31,9 @@ LinearFn = Callable[[str, Tensor], Tensor]
 class StreamedLinear(nn.Module):
     """Replaces a linear layer: y = compute(name, x) + bias."""
 
-    weight = None  # T5 asks for its dtype, unless it is no tensor
-
     def __init__(self, name: str, linear: nn.Linear, compute: LinearFn) -> None:
         super().__init__()
+        self.weight = torch.empty(0, dtype=linear.weight.dtype)  # some models cast an input to its dtype
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self._name, self._compute = name, compute
 
@@ -71,10 +70,13 @@ class StreamedModel:
         tied = tied_names(model)
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
-            # State-space layers, as Mamba's, and PyTorch's attention read the weights of these without a call.
+            # State-space layers, as Mamba's, and PyTorch's attention read the weights of these without a call. A
+            # subclass with a forward pass of its own computes something else, as the router of Llama 4.
             called = not name.endswith(".dt_proj") and not isinstance(module, NonDynamicallyQuantizableLinear)
-            if isinstance(module, nn.Linear) and called and weight in stored and len(tied.get(weight, [])) < 2:
-                model.set_submodule(name, StreamedLinear(name, module, lambda layer, x: self.compute(layer, x)))
+            plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            if plain and called and weight in stored and len(tied.get(weight, [])) < 2:
+                layer = StreamedLinear(meta_model.file_name(name), module, lambda layer, x: self.compute(layer, x))
+                model.set_submodule(name, layer)
         for name, matrices in experts.items():
             act: Any = model.get_submodule(name).act_fn
             model.set_submodule(name, StreamedExperts(matrices, act, lambda layer, x: self.compute(layer, x)))
@@ -96,9 +98,11 @@ def required_by(meta_model: MetaModel) -> Required:
     """The tensors that the files of a model must hold."""
     model = meta_model.model
     shapes = {name: tuple(tensor.shape) for name, tensor in meta_model.experts.split(model.state_dict()).items()}
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    linears += meta_model.experts.experts
-    return Required(shapes, linears, tied_names(model))
+    modules = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [*map(meta_model.file_name, modules), *meta_model.experts.experts]
+    in_file = meta_model.experts.file_name
+    tied = {in_file(name): [in_file(each) for each in names] for name, names in tied_names(model).items()}
+    return Required(shapes, linears, tied, modules)
 
 
 # ---- The experts of a mixture, one after another, each with its own matrices: y = down(act(gate(x)) * up(x)).

@@ -127,7 +127,7 @@ def verify(
         report.not_run = "nothing was run on this folder, since its bytes are wrong"
         return report
     verification.try_readers()
-    if verification.batches:
+    if verification.batches and not report.not_run:
         verification.measure_quality(budgets)
     report.sizes = measure_sizes(verification.files, verification.layers)
     return report
@@ -212,6 +212,16 @@ class Verification:
         def run(rounding: RoundInput, dtype: torch.dtype = torch.float32) -> Tensor:
             return self._packed_model(rounding, dtype)(given).cpu()
 
+        try:
+            reference, emulated = run(round_input), run(round_input_by_compressed_tensors)
+            unrounded, bf16 = run(leave_input), run(round_input, torch.bfloat16)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # settings that a model is built from, and cannot run with, raise anything
+            message = f"transformers cannot run the model ({type(error).__name__}: {error})"
+            self.files.add_finding("config", "config.json", message)
+            self.report.not_run = "no reader was tried, since the model cannot run"
+            return
         probe = Probe(
             self.files.folder,
             self.layers,
@@ -219,12 +229,12 @@ class Verification:
             causal=is_language_model(meta_model.model),
             logits=predicts_tokens(meta_model.model),
             cache=bool(cache_names(self.files)),
-            mixture=bool(meta_model.experts.stacks),
+            mixture=bool(meta_model.experts.experts),
             inputs=given,
-            reference=run(round_input),
-            emulated=run(round_input_by_compressed_tensors),
-            unrounded=run(leave_input),
-            bf16=run(round_input, torch.bfloat16),
+            reference=reference,
+            emulated=emulated,
+            unrounded=unrounded,
+            bf16=bf16,
         )
         for done, reader in enumerate(try_readers(probe, self.device), start=1):
             self.progress(done, 4, "opening with every reader")
