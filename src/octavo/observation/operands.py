@@ -356,14 +356,9 @@ def observe_experts(
 ) -> None:
     """Add the statistics of each expert to `table` [E, HEAD], and the histogram of all to `stats` [1, WIDTH].
 
-    Args:
-        kind, source: as in `observe`. "w" has the matrices as one, [E * N, K]. "x" and "dy" have rows of tokens where
-            `slot` is given.
-        offsets: int32 [E], where each group of rows ends. Each expert has as many rows of w.
-        data, scale, spec: of the quantized operand.
-        slot: int32 [M]: row m is that of the token slot[m] // top_k of the first source.
-        factor: [M, 1], multiplied into the rows of the source.
-        column_scale, row_scale, shift_scale: as in `observe`; column_scale [E, N], a line for each expert.
+    The arguments are those of `observe`. "w" has the matrices as one, [E * N, K], and `column_scale` is [E, N]. Each
+    group of rows ends at its number in `offsets`, int32 [E]. With `slot`, int32 [M], row m of "x" and "dy" is the token
+    slot[m] // top_k of the first source. `factor` [M, 1] is multiplied into the rows of the source.
     """
     if not _is_sampled(stats, 0, kind):
         return

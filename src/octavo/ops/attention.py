@@ -65,11 +65,9 @@ def ordered_attention(
 ) -> Tensor:
     """`cached_attention` in which the bits of a query's result depend on that query and the keys that it sees alone.
 
-    It takes any number of queries. The kernel adds over parts of the keys that begin at `first`, each in one order,
-    and joins the parts in their order. The reference adds in float64, and rounds once.
-
-    Args:
-        keys, values: [B, G, S, D] of bfloat16, float16 or float32, without scales.
+    It takes any number of queries, and keys and values [B, G, S, D] of bfloat16, float16 or float32, without scales.
+    The kernel adds over parts of the keys that begin at `first`, each in one order, and joins the parts in their order.
+    The reference adds in float64, and rounds once.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _ordered_attention(q, keys, values, None, None, length, first, scale)

@@ -260,11 +260,7 @@ def _by_rows(heads: Heads) -> Heads:
 
 
 def _runs_cudnn(q: Tensor) -> bool:
-    """True if cuDNN runs the operation: on a GPU, which must have it.
-
-    Raises:
-        RuntimeError: the GPU does not.
-    """
+    """True if cuDNN runs the operation: on a GPU; a RuntimeError on a GPU without it."""
     if q.device.type == "cpu":
         return False
     if limit := fp8_attention_limit(q.device, q.shape[3]):

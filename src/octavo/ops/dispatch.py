@@ -410,12 +410,7 @@ def in_formats_of(place: Place, recipe: Recipe) -> Recipe:
 
 
 def choose_recipe(recipe: str | Path | Recipe, place: Place) -> Recipe:
-    """The recipe of a name, of a file, or `pick_recipe` for "auto". A preset on an MI300 gets that GPU's formats.
-
-    Raises:
-        ValueError: no such recipe; or "auto" on a GPU without FP8 GEMMs.
-        TypeError: neither a name nor a path nor a `Recipe`.
-    """
+    """The recipe of `get_recipe`, or `pick_recipe` for "auto". A preset on an MI300 gets that GPU's formats."""
     if recipe == "auto":
         return pick_recipe(place)
     found = get_recipe(recipe)
@@ -438,11 +433,7 @@ def find_fix(recipe: Recipe, place: Place) -> str:
 
 
 def pick_recipe(place: Place) -> Recipe:
-    """`rowwise` if the GPU has its GEMMs, else `tensorwise`; on an MI300 in FNUZ formats.
-
-    Raises:
-        ValueError: a GPU that has the GEMMs of neither.
-    """
+    """`rowwise` if the GPU has its GEMMs, else `tensorwise`, on an MI300 in FNUZ formats; a ValueError without both."""
     for recipe in (in_formats_of(place, rowwise()), in_formats_of(place, tensorwise())):
         if _runs(recipe, place):
             return recipe

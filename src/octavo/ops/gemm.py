@@ -74,11 +74,8 @@ def ordered_mm(
     """y [M, N] = a @ b^T + bias in BF16, then + residual: each row has the same bits in a product of any M.
 
     The kernel adds along K in one order for every M, in the tensor core. The reference adds in float64, for E4M3
-    exactly: products are multiples of 2^-18 below 2^18, and K is at most 2^17.
-
-    Args:
-        a, b: [M, K] and [N, K], both E4M3 with row scales, or both tensors in BF16.
-        bias, residual: [N] and [M, N], both in BF16.
+    exactly: products are multiples of 2^-18 below 2^18, and K is at most 2^17. a [M, K] and b [N, K] are both E4M3 with
+    row scales, or both tensors in BF16. bias [N] and residual [M, N] are in BF16.
     """
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return _ordered_mm(a, b, None, None, bias, residual)

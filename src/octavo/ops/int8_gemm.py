@@ -31,11 +31,8 @@ def int8_mm(
 
     a [M, K] and b [N, K] have a scale for each row, as `quantize` makes them by `Cast("int8", ROW)`. The exact sum is
     rounded to float32, multiplied by the scale of a and then by that of b, and bias [N] is added, each in float32. The
-    residual [M, N] of `out_dtype` is added after y is rounded, and the sum is rounded again.
-
-    Raises:
-        ValueError: operands that are not in int8 by row, shapes or dtypes that do not match, or a K above 133,144, for
-            which a sum may exceed int32.
+    residual [M, N] of `out_dtype` is added after y is rounded, and the sum is rounded again. K is at most 133,144: a
+    sum of more products may exceed int32.
     """
     for name, q in (("a", a), ("b", b)):
         if q.format.name != "int8" or q.granularity != ROW or q.data.ndim != 2:

@@ -21,12 +21,10 @@ from octavo.ops.launching import FORMATS, LONGEST_ROW, RowBatch, has_kernels
 
 
 def row_amaxes(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -> None:
-    """Write the amax of each row, infinite where a number is not finite, into `amax`.
+    """Write the amax of each row, inf where a number is not finite, into `amax`, float32 [rows of the batch].
 
-    Args:
-        amax: float32 [rows of the batch].
-        data: of the cast's dtype, [rows of the batch, K]. If given, the bytes by the scale of each row's own amax are
-            written into it. The relative floor of the cast is ignored.
+    The bytes by the scale of each row's own amax are written into `data` [rows of the batch, K], if it is given. The
+    relative floor of the cast is ignored.
     """
     if not _has_kernel(batch, cast):
         row_amaxes_reference(batch, amax, data, cast)
@@ -47,15 +45,10 @@ def row_amaxes_reference(batch: RowBatch, amax: Tensor, data: Tensor | None, cas
 
 
 def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tensor, cast: Cast) -> None:
-    """Write the bytes of each row by its scale; numbers beyond the format's max saturate.
+    """Write the bytes of each row by its `scale`, float32 [rows of the batch], into `data` [rows of the batch, K].
 
-    Args:
-        scale: float32 [rows of the batch], contiguous.
-        written: the scales by which `data` was written before, contiguous; a row whose scale is the same is skipped.
-        data: of the cast's dtype, [rows of the batch, K], contiguous.
-
-    Raises:
-        ValueError: a tensor is not contiguous. The kernel would read or write other memory.
+    Numbers beyond the format's max saturate. `written` has the scales by which `data` was written before; a row whose
+    scale is the same is skipped. A ValueError unless all are contiguous: the kernel would write other memory.
     """
     for name, t in (("scale", scale), ("written", written), ("data", data)):
         if t is not None and not t.is_contiguous():

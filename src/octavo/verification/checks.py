@@ -373,11 +373,8 @@ def _compare(
         signal += float(w.square().sum())
         noise += float((d * s).sub_(w).square_().sum())
         x = (w / s).clamp_(-spec.largest, spec.largest)
-        far, part = (
-            (x - d.clamp_(min=-spec.largest)).abs_(),
-            beyond[start : start + step],
-        )  # others have the integer -128
-        torch.gt(far, half_step(x, spec, scale_dtype), out=part)
+        far = (x - d.clamp_(min=-spec.largest)).abs_()  # other programs have the integer -128
+        part = torch.gt(far, half_step(x, spec, scale_dtype), out=beyond[start : start + step])
         if exact:
             odd = data[start : start + step].view(torch.uint8).bitwise_and(1).bool()
             part |= odd & (far == half_step(x, spec, scale_dtype, tie=0.0))

@@ -368,12 +368,9 @@ def _weight_faults(model: nn.Module, folder: Path | None, remarks: list[str]) ->
     for module_name, module in model.named_modules():
         for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
             name = f"{module_name}.{leaf}".lstrip(".")
-            if (
-                tensor is None
-                or not tensor.numel()
-                or "scale" in leaf
-                or not (tensor.is_floating_point() or tensor.dtype in _EIGHT_BITS)
-            ):
+            if tensor is None or not tensor.numel() or "scale" in leaf:
+                continue
+            if not (tensor.is_floating_point() or tensor.dtype in _EIGHT_BITS):
                 continue
             known = "" if ".modules_to_save." in name else plain_name(name)  # PEFT trains that copy
             weight, narrow, wrong = _held(module, leaf)

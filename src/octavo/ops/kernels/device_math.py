@@ -199,12 +199,8 @@ BLOCK = 32
 
 
 def sum_columns(partials: Tensor, sums: Tensor, more_sums: Tensor | None = None) -> None:
-    """Write the sums of the columns of `partials` [P, N], always added in the same order.
-
-    Args:
-        partials: float32, contiguous.
-        sums, more_sums: [N_1] and [N - N_1], of any float dtype: the sums of the first columns, and of the others.
-    """
+    """Write the sums of the columns of `partials` [P, N], float32 and contiguous, always added in the same order, into
+    `sums` [N_1] and `more_sums` [N - N_1], of any float dtype."""
     p, n = partials.shape
     launcher(_sum_kernel, (cdiv(n, BLOCK),))(
         partials, sums, more_sums, p, n, sums.shape[0], BLOCK_M=BLOCK, BLOCK_N=BLOCK

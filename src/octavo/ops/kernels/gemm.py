@@ -74,10 +74,8 @@ def multiply(
 ) -> Tensor:
     """Fill y [M, N] with the product of a [M, K] and b [N, K], and return it.
 
-    Args:
-        promote: elements of K between promotions to float32; 0 for never.
-        scale_rows: the rows of b that share a scale, where there is more than one.
-        group: the elements of a row of b that share a scale; 0 for all.
+    Sums are promoted to float32 after `promote` elements of K, or never (0). `scale_rows` rows of b share a scale, or
+    `group` elements of a row (0: all).
     """
     a, b, (m, n), k = a.contiguous(), b.contiguous(), y.shape, a.shape[1]
     if y.numel() == 0 or k == 0:
@@ -264,13 +262,8 @@ MAX_SPLIT_K = 8
 
 
 def choose_split(tiles: int, steps: int, programs: int) -> int:
-    """The number of parts of K for the shortest time.
-
-    Args:
-        tiles: of y.
-        steps: of the loop over K.
-        programs: multiprocessors of the GPU.
-    """
+    """The number of parts of K for the shortest time, for so many tiles of y, steps of the loop over K, and programs at
+    a time, one on each multiprocessor."""
 
     def time(split_k: int) -> int:  # of the programs of one multiprocessor, in steps
         combine = COMBINE_STEPS if split_k > 1 else 0
