@@ -113,10 +113,8 @@ class OpenedModel(NamedTuple):
 
 
 def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> OpenedModel:
-    """Open a packed folder as a model of `octavo.models` or of transformers, in evaluation mode.
-
-    Raises what `octavo.load` raises.
-    """
+    """Open a packed folder as a model of `octavo.models` or transformers, in evaluation mode. The errors are those of
+    `octavo.load`."""
     place, path = choose_device(device), Path(folder)
     meta_model = read_meta_model(read_config(path), path)
     model, kv_scales = fill(meta_model, path, place)
