@@ -24,6 +24,7 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 GROUPS = EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+UNLIMITED = {"max_position_embeddings": ...}  # a key that the configuration must not be given
 LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16,
     "v_head_dim": 32,
@@ -97,6 +98,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gptneox": ("GPTNeoXForCausalLM", {}),
     "falcon": ("FalconForCausalLM", {"head_dim": ..., "bias": True}),
+    "bloom": ("BloomForCausalLM", UNLIMITED | {"n_layer": 2, "n_head": 4}),
+    "mpt": ("MptForCausalLM", UNLIMITED | {"max_seq_len": 64, "d_model": 128, "n_heads": 4, "n_layers": 2}),
+    "mamba": ("MambaForCausalLM", UNLIMITED | {"state_size": 8}),
+    "hyv4": ("HYV4ForCausalLM", GROUPS | LATENT | {"index_n_heads": 2, "index_head_dim": 16, "pad_token_id": 0}),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
 }
 IMAGE_SIZES = {

@@ -174,7 +174,7 @@ def _filled(
     if kept:
         warnings.warn(
             f"{folder}: {kept[0]} ({plural(len(kept), 'such layer')}) is packed, and its weight is widened to BF16: "
-            "transformers runs such layers of this class in no eight bits. octavo pack leaves them in BF16",
+            "its model runs such layers in no eight bits. octavo pack leaves them in BF16",
             stacklevel=3,
         )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}

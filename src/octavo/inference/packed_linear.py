@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
 from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
+from octavo.hf.meta_model import dtypes_read
 from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
@@ -195,12 +196,14 @@ def quantize_head(model: Any) -> None:
     """Let the head of a language model compute in the scheme `channel`, with half the bytes. Packed folders leave heads
     in BF16, so its weight is rounded here; an embedding that it is tied to keeps its numbers.
 
-    A ValueError if the model has no head, or one that is no linear layer.
+    A ValueError if the model has no head, one that is no linear layer, or one whose dtype its code reads.
     """
     head = model.lm_head if isinstance(model, Decoder) else model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(f"{type(model).__name__} must have a linear layer as its head, got {type(head).__name__}")
     name = next(name for name, module in model.named_modules() if module is head)
+    if name in dtypes_read(model.__class__):
+        raise ValueError(f"{type(model).__name__} casts an input to the dtype of its head: leave head='rowwise' out")
     swap_linears(model, {name: CHANNEL})
     packed, q = model.get_submodule(name), quantize(head.weight.detach(), CHANNEL.weight)
     packed.weight, packed.weight_scale = q.data, q.scale

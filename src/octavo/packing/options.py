@@ -209,7 +209,7 @@ def _scale(state: Mapping[str, Tensor], history: str, path: Path) -> Tensor | No
 # ---- The layers that are packed, and their schemes.
 
 
-KEPT_WIDE = "transformers quantizes no such layer of this class, it is sensitive to rounding"
+KEPT_WIDE = "its model keeps it in high precision, or casts its input to the dtype of its weight"
 TRANSPOSED = "a Conv1D stores its weight as [K, N], and a packed weight is [N, K]"
 
 
