@@ -309,10 +309,10 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
                 "loads language models, models with an encoder and a decoder, and encoders of text or images (Llama, "
                 "T5, Whisper, BERT, ViT, ...). octavo.convert trains other models, which are saved in BF16"
             )
-        return MetaModel(model.eval(), config, _positions(model), ExpertFiles(model))
+        return MetaModel(model.eval(), config, stated_positions(model), ExpertFiles(model))
 
 
-def _positions(model: Any) -> int:
+def stated_positions(model: Any) -> int:
     """The tokens that a model can see; `UNLIMITED` if its config.json states none, as Bloom's and Mamba's."""
     text = model.config.get_text_config()
     stated = next((n for name in _POSITIONS if isinstance(n := getattr(text, name, None), int)), -1)
