@@ -257,7 +257,7 @@ def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias(scheme: Scheme)
     stack = packed_linear.Stacked()
     assert stack.update(list(model.values()))
     assert stack.cast == scheme.inputs
-    y = stack.product(quantize(x, scheme.inputs), torch.float32)
+    y = packed_linear.packed_product(quantize(x, scheme.inputs), stack.weight, stack.bias, torch.float32)
     assert torch.equal(y, torch.cat(apart, 1))
     assert all(torch.equal(layer(x), alone) for layer, alone in zip(model.values(), apart, strict=True))
     assert model.state_dict().keys() == state.keys()

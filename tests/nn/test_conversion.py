@@ -195,6 +195,7 @@ def test_experts_count_the_rows_that_are_routed_to_them(converted_before: bool) 
 
 MODELS = {
     "transformers": lambda: built("llama"),
+    "FalconLinear": lambda: built("falcon", num_hidden_layers=1),
     "experts of transformers": lambda: built("mixtral", num_hidden_layers=1),
     "Conv1D": lambda: GPT2LMHeadModel(
         HFGPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
@@ -285,6 +286,10 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Named(nn.Linear):
+    pass
+
+
 class ScaledConv1D(Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -321,9 +326,9 @@ SELECTED = {
     "subclasses with a forward of their own": (
         nn.ModuleDict(
             {"attention": nn.MultiheadAttention(8, 2), "scaled": Scaled(8, 8), "mlp": nn.Linear(8, 8)}
-            | {"conv1d": Conv1D(8, 8), "scaled_conv1d": ScaledConv1D(8, 8)}
+            | {"conv1d": Conv1D(8, 8), "scaled_conv1d": ScaledConv1D(8, 8), "named": Named(8, 8)}
         ),
-        ["mlp", "conv1d"],
+        ["mlp", "conv1d", "named"],
         {
             "attention.out_proj": "multi-head attention reads its weight directly and never calls it",
             "scaled": "a Scaled, whose forward is its own",

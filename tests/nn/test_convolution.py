@@ -1,4 +1,4 @@
-"""Convolutions that are matrix products, and `Conv1D` of transformers, run as the linear layers that they are."""
+"""Convolutions that are matrix products, and transformers' linear layers, run as the linear layers that they are."""
 
 import copy
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 import octavo
 from octavo.nn.linear import Conv1D
@@ -82,41 +83,21 @@ def test_a_convolution_that_a_second_conversion_skips_is_restored() -> None:
     assert type(model["layer"]) is nn.Conv2d
 
 
-# ---- `Conv1D` of transformers
+# ---- `Conv1D` and `FalconLinear` of transformers
 
 
-CONV1D_RECIPES = ["bf16", "rowwise", "tensorwise", "blockwise", "delayed", "rowwise_dw_bf16"]
-
-
-def pair():
-    """A `Conv1D`, and the `nn.Linear` that computes the same."""
-    conv = transformers.pytorch_utils.Conv1D(96, 64)
-    linear = nn.Linear(64, 96)
-    with torch.no_grad():
-        conv.bias.normal_()
-        linear.weight.copy_(conv.weight.t())
-        linear.bias.copy_(conv.bias)
-    return conv, linear
-
-
-def run(layer, x, dy):
-    x = x.clone().requires_grad_()
-    layer.zero_grad()
-    y = layer(x)
-    y.backward(dy)
-    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
-
-
-@pytest.mark.parametrize("recipe", CONV1D_RECIPES)
-def test_it_computes_what_a_linear_layer_of_the_transposed_weight_computes(recipe):
-    conv, linear = pair()
-    octavo.convert(nn.Sequential(conv), recipe)
-    octavo.convert(nn.Sequential(linear), recipe)
-    x, dy = torch.randn(2, 32, 64), torch.randn(2, 32, 96)
-    (y, dx, dw, db), from_linear = run(conv, x, dy), run(linear, x, dy)
-    for actual, expected in zip((y, dx, dw.t(), db), from_linear, strict=True):
-        assert torch.equal(actual, expected)
-    assert dw.is_contiguous()
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "tensorwise", "blockwise", "delayed", "rowwise_dw_bf16"])
+def test_they_compute_what_a_linear_layer_computes(recipe):
+    linear, conv, falcon = nn.Linear(64, 96), transformers.pytorch_utils.Conv1D(96, 64), FalconLinear(64, 96, True)
+    conv.load_state_dict({"weight": linear.weight.t(), "bias": linear.bias})
+    falcon.load_state_dict(linear.state_dict())
+    octavo.convert(nn.ModuleList([linear, conv, falcon]), recipe)
+    x = torch.randn(2, 32, 64, requires_grad=True)
+    expected, (y, dx, dw, db), found = ((layer(x), *gradients(layer, x)) for layer in (linear, conv, falcon))
+    for actual in ((y, dx, dw.t(), db), found):
+        assert all(map(torch.equal, actual, expected))
+    conv(x).sum().backward()
+    assert conv.weight.grad.is_contiguous()
 
 
 def test_every_layer_of_a_gpt2_is_converted_and_trains():

@@ -119,7 +119,6 @@ def test_sources_that_cannot_be_packed(llama, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "named", "message"),
     [
-        ("bloom", "BloomForCausalLM", "must state max_position_embeddings, got None: add the most tokens"),
         ("speech_to_text", "Speech2TextModel", "describes a Speech2TextModel, whose inputs Octavo does not know"),
         ("wav2vec2", "Wav2Vec2Model", "describes a Wav2Vec2Model, whose inputs"),  # has no embedding at all
         ("vit", None, "must state architectures, the class of a model that is not causal"),

@@ -24,9 +24,14 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 GROUPS = EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+UNLIMITED = {"max_position_embeddings": ...}  # a key that the configuration must not be given
 LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16,
     "v_head_dim": 32,
+}  # fmt: skip
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_num_key_heads": 4,
+    "linear_value_head_dim": 16, "linear_num_value_heads": 4, "pad_token_id": 0,
 }  # fmt: skip
 T5 = {
     "d_model": 128, "d_ff": 256, "d_kv": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": None,
@@ -81,17 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64, "pad_token_id": 0},
     ),
     "hunyuan moe": ("HunYuanMoEV1ForCausalLM", {"intermediate_size": 64, "num_experts": 4, "moe_topk": 2}),
-    "olmo hybrid": (
-        "OlmoHybridForCausalLM",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_key_head_dim": 16,
-            "linear_num_key_heads": 4,
-            "linear_value_head_dim": 16,
-            "linear_num_value_heads": 4,
-            "pad_token_id": 0,
-        },
-    ),
+    "olmo hybrid": ("OlmoHybridForCausalLM", HYBRID),
     "bamba": (
         "BambaForCausalLM",
         {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_chunk_size": 16},
@@ -102,6 +97,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"intermediate_size_mlp": 64, "intermediate_size": 64, "num_local_experts": 4},
     ),
     "gptneox": ("GPTNeoXForCausalLM", {}),
+    "falcon": ("FalconForCausalLM", {"head_dim": ..., "bias": True}),
+    "bloom": ("BloomForCausalLM", UNLIMITED | {"n_layer": 2, "n_head": 4}),
+    "mpt": ("MptForCausalLM", UNLIMITED | {"max_seq_len": 64, "d_model": 128, "n_heads": 4, "n_layers": 2}),
+    "mamba": ("MambaForCausalLM", UNLIMITED | {"state_size": 8}),
+    "hyv4": ("HYV4ForCausalLM", GROUPS | LATENT | {"index_n_heads": 2, "index_head_dim": 16, "pad_token_id": 0}),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
 }
 IMAGE_SIZES = {
@@ -127,7 +127,8 @@ def built(name: str, seed: int = 0, gain: float = 1.0, **sizes: Any) -> Any:
     architecture, settings = (MODELS | IMAGE_MODELS)[name]
     cls = getattr(transformers, architecture)
     torch.manual_seed(seed)
-    model = cls(cls.config_class(**(SIZES if name in MODELS else IMAGE_SIZES) | settings | sizes))
+    described = (SIZES if name in MODELS else IMAGE_SIZES) | settings | sizes
+    model = cls(cls.config_class(**{key: value for key, value in described.items() if value is not ...}))
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.ndim > 1 and "emb" not in key:

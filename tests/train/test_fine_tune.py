@@ -8,6 +8,7 @@ import pytest
 import torch
 from calibration_examples import write_model
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 
 from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
@@ -130,6 +131,7 @@ def ask_for_code(source):
 UP = "model.layers.1.mlp.up_proj.weight"
 REFUSED = [  # what is done to the folder, settings, the error, and what it must contain
     (lambda source: None, {"context": 33}, ConfigError, ["context", "32 positions", "33"]),
+    (lambda source: make_model(source, "mpt"), {"context": 65}, ConfigError, ["context", "64 positions", "65"]),
     (cut_vocabulary, {}, ConfigError, ["100 rows", f"token {ord('v')}"]),
     (diverge, {}, ArtifactError, [f"{UP} holds inf or NaN", "/source"]),
     (cut_file, {}, ArtifactError, ["truncated", "/source"]),

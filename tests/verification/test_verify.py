@@ -10,7 +10,7 @@ import pytest
 import torch
 from packed_examples import Example, small_shards
 from safetensors.torch import load_file, save_file
-from tiny_models import IMAGE_MODELS, MODELS, Folders, make_model
+from tiny_models import IDS, IMAGE_MODELS, MODELS, Folders, make_model
 from torch import Tensor, nn
 from transformers import FNetConfig, FNetModel
 from verify_examples import change_tensors, complaints, run_verify
@@ -300,9 +300,10 @@ def test_sizes_of_a_folder(tmp_path: Path) -> None:
 # Linear layers of phimoe and laguna have other names in the files; deepseekv32 and hunyuan cast an input to the dtype
 # of a weight; a convolution of olmo is three tensors in the files; the settings of bamba have an infinite number; the
 # tied weight of xlm roberta has the name of the embedding in the files, and that of the head in the model.
+UNFUSED = ("falcon", "bloom", "mpt", "mamba", "hyv4")  # FalconLinear; no max_position_embeddings; as deepseekv32
 SPECIAL = [
     *((name, {"scheme": "channel"}) for name in ("bert masked", "roberta", "gptneox", "gemma2", "jamba")),
-    *((name, {"scheme": "channel"}) for name in ("olmo hybrid", "bamba", "xlm roberta masked")),
+    *((name, {"scheme": "channel"}) for name in ("olmo hybrid", "bamba", "xlm roberta masked", *UNFUSED)),
     *((name, {"scheme": "channel", "experts": True}) for name in ("phimoe", "laguna", "deepseekv32", "hunyuan moe")),
     *((name, {"scheme": "channel"}) for name in ("t5", "t5 trunk", "t5 encoder", "bart", "bart trunk")),
     *((name, {"scheme": "block", "layout": "fp8"}) for name in ("t5", "bart")),
@@ -322,8 +323,16 @@ def test_models_that_readers_treat_specially(made: Folders, name: str, options: 
         assert transformers.distance < 1e-3 or "layout" in options
         assert isinstance(report.quality, LogitQuality if name in ("t5", "bart") else EmbeddingQuality)
         assert all(layer.output_sqnr is not None for layer in report.layers)  # every layer ran, of the decoder too
-    if name == "jamba":  # its state-space layers read a weight without a call
-        assert "model.layers.0.mamba.dt_proj" not in [layer.name for layer in report.layers]
+    names = [layer.name for layer in report.layers]  # state-space layers read that of dt_proj without a call
+    assert not any(layer.endswith((".dt_proj", ".weights_proj")) for layer in names)
+    if name in UNFUSED:
+        assert len(names) == {"mamba": 6, "hyv4": 22}.get(name, 8)
+        with pytest.warns(UserWarning, match="generate runs on transformers' own loop"):
+            ids = octavo.load(made(name, **options)).generate(IDS[:1], max_new_tokens=4, min_new_tokens=4)
+        assert ids.shape == (1, 28)
+    if name == "mamba":
+        with pytest.raises(ValueError, match="MambaForCausalLM casts an input to the dtype of its head: leave head="):
+            octavo.load(made(name, **options), head="rowwise")
 
 
 def test_layers_of_other_names_are_found_by_transformers(made: Folders, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 Packing learns from it which tensors are weights of linear layers, and loading which tensors the files must have.
 """
 
+import dis
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from octavo.util import import_extra, reading
 
 DESCRIPTION = "a description that a model can be built from: mend the setting, or save the model again"
 UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions", "seq_length")  # the last of Bloom
 _FEW = 1000  # layers, or experts of a layer: no more are counted against the tensors, of which one may hold many
 _NONE_STACKED = ExpertFiles(nn.Module())
 
@@ -241,10 +243,13 @@ class MetaModel:
         return embedding
 
     def kept_wide(self, names: Iterable[str]) -> list[str]:
-        """The linear layers among `names` that every quantizer of transformers leaves out. Their class keeps them in
-        float32 where a model runs in float16, such as `wo` of T5, whose code reads the dtype of its weight."""
-        keys = getattr(self.model, "_keep_in_fp32_modules", None) or ()
-        return [name for name in names if any(re.search(rf"(^|\.){key}(\.|$)", name) for key in keys)]
+        """The linear layers among `names`, in the model or in files, that run in no eight bits. The model keeps them in
+        float32 where it runs in float16, or its code reads the dtype of their weight, as of `wo` of T5."""
+        model: Any = self.model
+        keys = getattr(model, "_keep_in_fp32_modules", None) or ()
+        read = [f"{name}.{leaf}".lstrip(".") for name, m in model.named_modules() for leaf in dtypes_read(m.__class__)]
+        read += [self.file_name(name) for name in read]
+        return [n for n in names if n in read or any(re.search(rf"(^|\.){key}(\.|$)", n) for key in keys)]
 
     def file_name(self, layer: str) -> str:
         """The name that a linear layer of the model has in files."""
@@ -283,50 +288,49 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     where = folder / "config.json"
     transformers = import_extra("transformers", "hf", f"{where} describes a model that runs through transformers")
     with reading(where, DESCRIPTION, ArtifactError):
-        return _transformers_meta_model(transformers, config_as_opt(config, where), folder)
-
-
-def _transformers_meta_model(transformers: Any, config: Mapping[str, Any], folder: Path) -> MetaModel:
-    where = folder / "config.json"
-    if (kind := config.get("model_type")) not in transformers.CONFIG_MAPPING:
-        raise ArtifactError(
-            f"{where} has the model_type {kind!r}, which transformers {transformers.__version__} does not implement, "
-            "and octavo runs no code of a model folder (auto_map): upgrade transformers, or use another model"
-        )
-    check_counts(config, folder)
-    check_expert_counts(config, str(where))
-    settings = without_code(dict(config)) | {"name_or_path": str(folder)}  # a copy: transformers edits it
-    # transformers 5 writes the number Infinity as {"__float__": "Infinity"}.
-    decode = getattr(transformers.PretrainedConfig, "_decode_special_floats", dict)
-    described = transformers.AutoConfig.for_model(**decode(settings))
-    model = _model(transformers, described)
-    if model is None:
-        named = next(iter(described.architectures or ()), None)
-        if named is None:
+        config = config_as_opt(config, where)
+        if (kind := config.get("model_type")) not in transformers.CONFIG_MAPPING:
+            raise ArtifactError(
+                f"{where} has model_type {kind!r}, which transformers {transformers.__version__} does not implement, "
+                "and octavo runs no code of a model folder (auto_map): upgrade transformers, or use another model"
+            )
+        check_counts(config, folder)
+        check_expert_counts(config, str(where))
+        settings = without_code(dict(config)) | {"name_or_path": str(folder)}  # a copy: transformers edits it
+        # transformers 5 writes the number Infinity as {"__float__": "Infinity"}.
+        decode = getattr(transformers.PretrainedConfig, "_decode_special_floats", dict)
+        described = transformers.AutoConfig.for_model(**decode(settings))
+        model = _model(transformers, described)
+        if model is None and not described.architectures:
             raise ArtifactError(f"{where} must state architectures, the class of a model that is not causal: add it")
-        raise ArtifactError(
-            f"{where} describes a {named}, whose inputs Octavo does not know: it packs and loads language models, "
-            "models with an encoder and a decoder, and encoders of text or images (Llama, T5, Whisper, BERT, ViT, "
-            "...). octavo.convert trains other models, which are saved in BF16"
-        )
-    return MetaModel(model.eval(), config, _positions(model, where), ExpertFiles(model))
+        if model is None:
+            raise ArtifactError(
+                f"{where} describes a {described.architectures[0]}, whose inputs Octavo does not know: it packs and "
+                "loads language models, models with an encoder and a decoder, and encoders of text or images (Llama, "
+                "T5, Whisper, BERT, ViT, ...). octavo.convert trains other models, which are saved in BF16"
+            )
+        return MetaModel(model.eval(), config, stated_positions(model), ExpertFiles(model))
 
 
-def _positions(model: Any, where: Path) -> int:
-    """The tokens that a model can see; `UNLIMITED` if none is stated, which a language model must do to generate."""
-    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if stated == -1:  # XLNet's positions are relative
+def stated_positions(model: Any) -> int:
+    """The tokens that a model can see; `UNLIMITED` if its config.json states none, as Bloom's and Mamba's."""
+    text = model.config.get_text_config()
+    stated = next((n for name in _POSITIONS if isinstance(n := getattr(text, name, None), int)), -1)
+    if stated == -1:  # as XLNet states it
         return UNLIMITED
-    if isinstance(stated, int):
-        # In RoBERTa no token takes the positions up to that of the padding.
-        tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
-        paddings = (t.padding_idx for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None)
-        return stated - (next(paddings, -1) + 1)
-    if is_language_model(model):
-        raise ArtifactError(
-            f"{where} must state max_position_embeddings, got {stated!r}: add the most tokens that the model is to see"
-        )
-    return UNLIMITED
+    # In RoBERTa no token takes the positions up to that of the padding.
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    paddings = (t.padding_idx for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None)
+    return stated - (next(paddings, -1) + 1)
+
+
+@cache
+def dtypes_read(cls: Any) -> list[str]:
+    """The submodules whose `weight.dtype` is read by the code of the forward pass of `cls`, a class of modules. Such
+    code casts an input to it, which must not be that of eight bits."""
+    code = [(each.opname, each.argval) for each in dis.get_instructions(inspect.unwrap(cls.forward))]
+    read = [("LOAD_ATTR", "weight"), ("LOAD_ATTR", "dtype")]
+    return [name for i, (load, name) in enumerate(code) if load == "LOAD_ATTR" and code[i + 1 : i + 3] == read]
 
 
 def _model(transformers: Any, config: Any) -> Any:
@@ -436,9 +440,8 @@ def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaMo
     check_unpacked(reader)
     if meta_model.experts.stacks:
         return ExpertReader(reader, meta_model.experts)
-    if model_tensors(meta_model.model).keys() <= reader.specs.keys():
-        return reader
-    return reader if isinstance(meta_model.model, Decoder) else RenamedReader(reader, meta_model.model)
+    named = isinstance(meta_model.model, Decoder) or model_tensors(meta_model.model).keys() <= reader.specs.keys()
+    return reader if named else RenamedReader(reader, meta_model.model)
 
 
 def check_unpacked(reader: ShardReader) -> None:

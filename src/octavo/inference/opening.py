@@ -113,10 +113,8 @@ class OpenedModel(NamedTuple):
 
 
 def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> OpenedModel:
-    """Open a packed folder as a model of `octavo.models` or of transformers, in evaluation mode.
-
-    Raises what `octavo.load` raises.
-    """
+    """Open a packed folder as a model of `octavo.models` or transformers, in evaluation mode. The errors are those of
+    `octavo.load`."""
     place, path = choose_device(device), Path(folder)
     meta_model = read_meta_model(read_config(path), path)
     model, kv_scales = fill(meta_model, path, place)
@@ -176,7 +174,7 @@ def _filled(
     if kept:
         warnings.warn(
             f"{folder}: {kept[0]} ({plural(len(kept), 'such layer')}) is packed, and its weight is widened to BF16: "
-            "transformers runs such layers of this class in no eight bits. octavo pack leaves them in BF16",
+            "its model runs such layers in no eight bits. octavo pack leaves them in BF16",
             stacklevel=3,
         )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
 from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
+from octavo.hf.meta_model import dtypes_read
 from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
@@ -89,11 +90,6 @@ class PackedLinear(PackedModule):
             self.register_buffer("weight_scale", scheme.empty_scale(n, k))
             self.register_buffer("input_scale", torch.empty(1) if scheme.static else None)
             self.register_buffer("bias", None if linear.bias is None else torch.empty(n, dtype=UNQUANTIZED_DTYPE))
-
-    @property
-    def is_fusable(self) -> bool:
-        """True if the fused operations take the scheme."""
-        return self.scheme.name in FUSED
 
     @property
     def input_cast(self) -> Cast | None:
@@ -192,22 +188,22 @@ def packed_product(
 def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
     """Replace each named linear layer by an empty `PackedLinear` of its scheme."""
     for name, scheme in packed.items():
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme, name))
+        linear: Any = model.get_submodule(name)
+        model.set_submodule(name, PackedLinear(linear, scheme, name))
 
 
 def quantize_head(model: Any) -> None:
     """Let the head of a language model compute in the scheme `channel`, with half the bytes. Packed folders leave heads
     in BF16, so its weight is rounded here; an embedding that it is tied to keeps its numbers.
 
-    A ValueError if the model has no head, or one that is no linear layer.
+    A ValueError if the model has no head, one that is no linear layer, or one whose dtype its code reads.
     """
     head = model.lm_head if isinstance(model, Decoder) else model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(f"{type(model).__name__} must have a linear layer as its head, got {type(head).__name__}")
     name = next(name for name, module in model.named_modules() if module is head)
+    if name in dtypes_read(model.__class__):
+        raise ValueError(f"{type(model).__name__} casts an input to the dtype of its head: leave head='rowwise' out")
     swap_linears(model, {name: CHANNEL})
     packed, q = model.get_submodule(name), quantize(head.weight.detach(), CHANNEL.weight)
     packed.weight, packed.weight_scale = q.data, q.scale
@@ -317,7 +313,7 @@ class Stacked:
         parts = [found for found in map(parts_of_layer, modules) if found is not None]
         if len(parts) < len(modules):
             return None
-        layers = [layer for layer, _ in parts if isinstance(layer, PackedLinear) and layer.is_fusable]
+        layers = [layer for layer, _ in parts if isinstance(layer, PackedLinear) and layer.scheme.name in FUSED]
         if len(layers) < len(modules) or len({layer.scheme.name for layer in layers}) > 1:
             self.__dict__ = {"views": []}
             return None
@@ -347,10 +343,6 @@ class Stacked:
     def stack(self) -> Stack:
         """The layers as `octavo.nn.fused` takes them."""
         return Stack(self.views[0::3], self.views[2::3], self.weight)  # type: ignore[arg-type]
-
-    def product(self, x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
-        """y [T, sum of N] of x [T, K], cast by `cast`."""
-        return packed_product(x, self.weight, self.bias, dtype)  # [T,K] @ [sum N,K]^T
 
 
 def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
@@ -397,7 +389,7 @@ class PackedNormLinear(_OneInput, NormLinear):
             y, total = run_fused(x, residual, norm, stack, call, pairs=(pair, NO_PAIR))
             return torch.split_with_sizes(y, stacked.sizes, -1), total
         total, n = _normed(x, residual, norm, stacked.cast)
-        y = stacked.product(n, compute_dtype(x)).view(*x.shape[:-1], -1)
+        y = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x)).view(*x.shape[:-1], -1)
         return torch.split_with_sizes(y, stacked.sizes, -1), x if residual is None else total.view(x.shape)
 
 
@@ -425,14 +417,14 @@ class PackedMLP(_OneInput, FusedMLP):
         """x + residual [T, K], and the input [T, F] of the last layer; None if the layers cannot run fused."""
         known, stacked = None if norm is None else read_norm(norm, backward=False), self.stacked
         outer: Any = self.outer
-        alone = isinstance(outer, PackedLinear) and outer.is_fusable and not watched(outer)
+        alone = isinstance(outer, PackedLinear) and outer.scheme.name in FUSED and not watched(outer)
         adapters = stacked.update(self.inner) if alone and x.numel() else None
         if adapters is None or any(adapters) or (norm is not None and known is None):
             return None
         if wants_gradient(x, residual, *(() if known is None else known[1:])):
             return None
         total, n = _normed(x, residual, known, stacked.cast)
-        u = stacked.product(n, compute_dtype(x))  # [T,K] @ [2F,K]^T
+        u = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x))  # [T,K] @ [2F,K]^T
         cast = outer.input_cast
         if cast is None:
             return total, self.activate(*torch.split_with_sizes(u, stacked.sizes, -1))
@@ -549,12 +541,11 @@ class ServedAttention(nn.Module):
     def _serves(
         self, cache: Any, x: Tensor | PrecomputedProjections, tables: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> bool:
-        if not isinstance(cache, ModelKVCache) or tables is None:
-            return False
-        if torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
-            return False
         return (
-            (tables[0].dtype, tables[0].shape[-1]) == (x.dtype, self.head_dim)
+            isinstance(cache, ModelKVCache)
+            and tables is not None
+            and not (torch.is_grad_enabled() or self.training or torch.compiler.is_compiling())
+            and (tables[0].dtype, tables[0].shape[-1]) == (x.dtype, self.head_dim)
             and 0 not in x.shape
             and (mask is None or (mask.dtype, *mask.shape[1:]) == (torch.int32, 1, 1, 1))
             and not torch.is_autocast_enabled(x.device.type)

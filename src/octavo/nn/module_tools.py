@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.checkpoint.scheme import WEIGHT_DTYPES
 from octavo.ops.registration import FLOATS, TENSORS
@@ -169,6 +171,15 @@ def is_conv1d(module: nn.Module) -> bool:
     """True if `module` is a `Conv1D` of transformers, converted or not, by name: transformers need not be installed."""
     theirs = ("transformers.pytorch_utils", "Conv1D")
     return any((cls.__module__, cls.__name__) == theirs for cls in type(module).__mro__)
+
+
+def computes_linearly(module: nn.Module) -> bool:
+    """True if a call of `module`, converted or not, computes x @ w^T + b: an `nn.Linear`, one of a subclass with the
+    same forward, or Falcon's `FalconLinear`, which rounds x @ w^T before it adds b. A parametrized layer does more."""
+    theirs = parts_of(own_class(module))[-1]
+    plain = theirs.forward is nn.Linear.forward or is_of_library(module, "transformers", "FalconLinear")
+    read = theirs is NonDynamicallyQuantizableLinear or is_parametrized(module)  # the first by PyTorch's attention
+    return plain and not read and theirs.__call__ is nn.Module.__call__
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:

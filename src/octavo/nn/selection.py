@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.nn.conversion_report import find_coverage
 from octavo.nn.linear import Linear, RecipeLayer
-from octavo.nn.module_tools import is_conv1d, is_fsdp_module, is_of_library, shape_of
+from octavo.nn.module_tools import computes_linearly, is_conv1d, is_fsdp_module, is_of_library, shape_of
 from octavo.nn.parallel_weights import ParallelLinear
 from octavo.numerics.formats import NARROW_FORMATS
 from octavo.ops.dispatch import gemm_backends
@@ -126,10 +126,10 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return f"it was parametrized after an earlier conversion: it still runs {module.recipe.name}"
     if id(module) in read:
         return read[id(module)]
-    known = type(module) in (nn.Linear, Linear, ParallelLinear) or is_of_library(module, "transformers", "Conv1D")
+    known = type(module) in (Linear, ParallelLinear) or is_of_library(module, "transformers", "Conv1D")
     if is_of_library(module, "torchao", "Float8Linear"):
         return "torchao converted it (Float8Linear): octavo.restore(model) makes it an nn.Linear again"
-    if not known:
+    if not known and not computes_linearly(module):
         return f"a {type(module).__name__}, whose forward is its own"
     if not isinstance(weight, nn.Parameter):
         return "its weight is no parameter, but computed from some, as torch.nn.utils.prune does"

@@ -209,7 +209,7 @@ def _scale(state: Mapping[str, Tensor], history: str, path: Path) -> Tensor | No
 # ---- The layers that are packed, and their schemes.
 
 
-KEPT_WIDE = "transformers quantizes no such layer of this class, it is sensitive to rounding"
+KEPT_WIDE = "its model keeps it in high precision, or casts its input to the dtype of its weight"
 TRANSPOSED = "a Conv1D stores its weight as [K, N], and a packed weight is [N, K]"
 
 
@@ -342,15 +342,14 @@ def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source:
 
 def check_shapes(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a ValueError unless each weight [N, K] of `shapes` divides into the blocks of its scheme."""
-    reasons = {name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}
-    check_reasons({name: reason for name, reason in reasons.items() if reason}, schemes)
+    check_reasons({name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}, schemes)
 
 
 def check_reasons(reasons: Mapping[str, str], schemes: Mapping[str, Scheme], other: str = "") -> None:
-    """Raise a ValueError if there are `reasons`, by layer, why some of the packed layers `schemes` cannot be packed. It
-    has the first reason, the options that pack all of them and those fused with them by channel, and the remedy
-    `other`."""
-    if not reasons:
+    """Raise a ValueError if there are `reasons`, by layer, why some of the packed layers `schemes` cannot be packed; ""
+    is none. It has the first reason, the options that pack all of them and those fused with them by channel, and the
+    remedy `other`."""
+    if not (reasons := {name: reason for name, reason in reasons.items() if reason}):
         return
     first, reason = next(iter(reasons.items()))
     more = f", and {plural(len(reasons) - 1, 'other layer')} cannot be packed either" if len(reasons) > 1 else ""
@@ -413,7 +412,7 @@ def check_degrees(
                 f"{kept} heads of keys and values neither divide over {degree} devices nor into them: {_others(kept)}"
             )
         found = {name: _misfit(name, scheme, sizes[name], degree, kept) for name, scheme in schemes.items()}
-        check_reasons({name: reason for name, reason in found.items() if reason}, schemes, ", take a smaller degree")
+        check_reasons(found, schemes, ", take a smaller degree")
 
 
 def _others(count: int) -> str:

@@ -41,6 +41,7 @@ from octavo.hf.meta_model import (
     compute_buffers,
     is_causal,
     quiet_transformers,
+    stated_positions,
 )
 from octavo.inference.opening import open_transformers
 from octavo.inference.packed_linear import PackedLinear
@@ -274,8 +275,7 @@ def positions_of(folder: Path) -> int:
 
 
 def _prepared(model: Any, config: Config) -> nn.Module:
-    limit = getattr(model.config, "max_position_embeddings", None) or config.context
-    if config.context > limit:
+    if config.context > (limit := stated_positions(model)):
         raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
     model.config.use_cache = False
     trained: nn.Module = model

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.checkpoint.files import model_tensors
 from octavo.hf.meta_model import (
@@ -21,6 +20,7 @@ from octavo.hf.meta_model import (
     predicts_tokens,
     tied_names,
 )
+from octavo.nn.module_tools import computes_linearly
 from octavo.util import cache_argument
 from octavo.verification.checks import Required
 
@@ -70,11 +70,9 @@ class StreamedModel:
         tied = tied_names(model)
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
-            # State-space layers, as Mamba's, and PyTorch's attention read the weights of these without a call. A
-            # subclass with a forward pass of its own computes something else, as the router of Llama 4.
-            called = not name.endswith(".dt_proj") and not isinstance(module, NonDynamicallyQuantizableLinear)
-            plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-            if plain and called and weight in stored and len(tied.get(weight, [])) < 2:
+            # State-space layers read the weight of dt_proj without a call; the router of Llama 4 is no linear layer.
+            called = isinstance(module, nn.Linear) and computes_linearly(module) and not name.endswith(".dt_proj")
+            if called and weight in stored and len(tied.get(weight, [])) < 2:
                 layer = StreamedLinear(meta_model.file_name(name), module, lambda layer, x: self.compute(layer, x))
                 model.set_submodule(name, layer)
         for name, matrices in experts.items():
