@@ -153,6 +153,20 @@ def test_readers_of_a_mixture_are_allowed_more(
     assert probe.judge("x", "1", 1.22 * probe.reference, probe.bf16_factors, "").outcome == "disagrees"
 
 
+def test_few_tokens_of_a_mixture_may_take_another_expert(tmp_path: Path) -> None:
+    """Of 64 tokens two take one in the reader, and none where the reference computes in BF16."""
+    pack(make_model(tmp_path / "model", "mixtral of 128", seed=75), tmp_path / "out", scheme="weight", experts=True)
+    assert results(tmp_path / "model", tmp_path / "out")["octavo"].outcome == "agrees"
+    reference = torch.randn(2, 32, 256, generator=torch.Generator().manual_seed(0))
+    others = {"reference": reference, "unrounded": reference, "bf16": 1.01 * reference}
+    probe = replace(probe_of(Path("gone"), {}), mixture=True, **others)
+    for tokens, factor, outcome in ((6, 1.01, "agrees"), (6, 1.03, "disagrees"), (24, 1.01, "disagrees")):
+        actual = factor * reference
+        actual[0, :tokens] = reference[0, :tokens] + 0.5 * reference[1, :tokens]
+        assert probe.judge("x", "1", actual, BF16_LOOSE, "").outcome == outcome
+        assert replace(probe, mixture=False).judge("x", "1", actual, BF16_LOOSE, "").outcome == "disagrees"
+
+
 def test_what_a_reader_is_not_given() -> None:
     result = open_with_vllm(probe_of(Path("gone"), {}), "1", "cpu")
     assert (result.outcome, result.note) == ("not run", "it needs a tokenizer, and the folder has none")
