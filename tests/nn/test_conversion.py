@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 import octavo
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.nn import select_linears
+from octavo.nn.selection import skipped_by_name
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=False)
 
@@ -341,6 +342,19 @@ SELECTED = {
         {"waves": "its weight is torch.complex64: FP8 is computed from float32, bfloat16 or float16"},
     ),
 }
+
+
+# The routers of Zaya, HunYuan, Doge, Gemma 3n, Granite Docling and DBRX, with their shapes [N, K].
+ROUTERS = {
+    "mlp.gate.down_proj": (256, 2048), "mlp.gate.router_mlp.fc1": (256, 256), "mlp.gate.router_mlp.out_proj": (17, 256),
+    "mlp.gate.wg": (16, 2048), "mlp.router_gate": (256, 1024), "altup.modality_router": (4, 2048),
+    "model.density_router.fc1": (64, 1024), "ffn.router.layer": (16, 6144),
+}  # fmt: skip
+
+
+def test_routers_of_transformers_are_skipped() -> None:
+    assert [name for name, shape in ROUTERS.items() if not skipped_by_name(name, *shape, ())] == []
+    assert not skipped_by_name("mlp.gate.down_proj", 2048, 256, ())  # part of an MLP
 
 
 @pytest.mark.parametrize(("model", "chosen", "reasons"), SELECTED.values(), ids=SELECTED)

@@ -25,8 +25,8 @@ from octavo.recipe import Gemm, Recipe
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
 DEFAULT_SKIP = (
     "lm_head", "*.lm_head", "head", "*.head", "head.fc", "*.head.fc", "score", "*.score", "classifier",
-    "*.classifier", "embed_out", "*.embed_out", "router", "*.router", "*.router.*", "gate", "*.gate",
-    "*.shared_expert_gate",
+    "*.classifier", "embed_out", "*.embed_out", "router", "*router", "*router.*", "*.router_mlp.*", "*.router_gate",
+    "gate", "*.gate", "*.gate.down_proj", "*.gate.wg", "*.shared_expert_gate",
 )  # fmt: skip
 
 # Where PEFT puts a layer that it wraps.
