@@ -145,10 +145,7 @@ def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -
         is_router = outputs < inputs or "gate" not in glob  # the gate of an MLP has more outputs than inputs
         if fnmatchcase(wrapped, glob) and is_router:
             return f"an output head or router ({glob})"
-    for glob in skip:
-        if fnmatchcase(name, glob):
-            return f"skip={glob!r}"
-    return ""
+    return next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
 
 
 # ---- Giving a converted layer more precision while its model trains: BF16, or gradients in e5m2.

@@ -193,8 +193,7 @@ def describe_architecture(name: str, fields: Fields) -> Architecture:
 
 def _like_llama() -> dict[str, architectures.Architecture]:
     """The architectures whose layers are those of Llama, or a mixture's, by model_type."""
-    known = architectures.ARCHITECTURES.values()
-    return {each.model_type: each for each in known if each.block.rms}
+    return {each.model_type: each for each in architectures.ARCHITECTURES.values() if each.block.rms}
 
 
 def _llama(name: str, f: Fields) -> Architecture:
