@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 import octavo
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.nn import select_linears
+from octavo.nn.selection import skipped_by_name
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=False)
 
@@ -346,6 +347,15 @@ SELECTED = {
         {"waves": "its weight is torch.complex64: FP8 is computed from float32, bfloat16 or float16"},
     ),
 }
+
+
+def test_routers_of_transformers_are_skipped() -> None:
+    """Of Zaya, HunYuan, Doge, Gemma 3n, Granite Docling and DBRX. A gate of an MLP with as many outputs runs."""
+    routers = ["mlp.gate.down_proj", "mlp.gate.wg", "mlp.gate.router_mlp.fc1", "mlp.router_gate"]
+    routers += ["altup.modality_router", "model.density_router.fc1", "ffn.router.layer"]
+    assert [name for name in routers if not skipped_by_name(name, 16, 64, ())] == []
+    assert skipped_by_name("mlp.gate.router_mlp.fc2", 64, 64, ())
+    assert not skipped_by_name("mlp.gate.down_proj", 64, 64, ())
 
 
 @pytest.mark.parametrize(("model", "chosen", "reasons"), SELECTED.values(), ids=SELECTED)

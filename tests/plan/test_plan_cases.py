@@ -128,6 +128,7 @@ MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "m
         *((name, {}) for name, fields in model_presets().items() if fields["model_type"] != "dit"),
         ("qwen3-8b", MOE | {"mlp_only_layers": [1]}),
         ("qwen3-8b", MOE | {"decoder_sparse_step": 2}),
+        ("mixtral-8x7b", {"moe_intermediate_size": 256, "decoder_sparse_step": 2}),  # of other mixtures: not read
         ("deepseek-v3", {"q_lora_rank": None}),
         ("deepseek-v3", {"first_k_dense_replace": 0}),
         ("deepseek-v3", {"first_k_dense_replace": 3}),  # more than the model has

@@ -25,8 +25,8 @@ from octavo.recipe import Gemm, Recipe
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
 DEFAULT_SKIP = (
     "lm_head", "*.lm_head", "head", "*.head", "head.fc", "*.head.fc", "score", "*.score", "classifier",
-    "*.classifier", "embed_out", "*.embed_out", "router", "*.router", "*.router.*", "gate", "*.gate",
-    "*.shared_expert_gate",
+    "*.classifier", "embed_out", "*.embed_out", "router", "*router", "*router.*", "*.router_mlp.*", "*.router_gate",
+    "gate", "*.gate", "*.gate.down_proj", "*.gate.wg", "*.shared_expert_gate",
 )  # fmt: skip
 
 # Where PEFT puts a layer that it wraps.
@@ -145,10 +145,7 @@ def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -
         is_router = outputs < inputs or "gate" not in glob  # the gate of an MLP has more outputs than inputs
         if fnmatchcase(wrapped, glob) and is_router:
             return f"an output head or router ({glob})"
-    for glob in skip:
-        if fnmatchcase(name, glob):
-            return f"skip={glob!r}"
-    return ""
+    return next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
 
 
 # ---- Giving a converted layer more precision while its model trains: BF16, or gradients in e5m2.

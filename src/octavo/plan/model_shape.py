@@ -193,8 +193,7 @@ def describe_architecture(name: str, fields: Fields) -> Architecture:
 
 def _like_llama() -> dict[str, architectures.Architecture]:
     """The architectures whose layers are those of Llama, or a mixture's, by model_type."""
-    known = architectures.ARCHITECTURES.values()
-    return {each.model_type: each for each in known if each.block.rms}
+    return {each.model_type: each for each in architectures.ARCHITECTURES.values() if each.block.rms}
 
 
 def _llama(name: str, f: Fields) -> Architecture:
@@ -206,11 +205,12 @@ def _llama(name: str, f: Fields) -> Architecture:
     dense = (*layers, *_swiglu(width, f["intermediate_size"], bias=f.get("mlp_bias", False)))
     blocks = [Block(depth, dense, attention, gated=True, others=others)]
     if experts := f.get("num_local_experts") or f.get("num_experts") or 0:
-        hidden, used = f.get("moe_intermediate_size", f["intermediate_size"]), f["num_experts_per_tok"]
+        qwen = {} if f["model_type"] == "mixtral" else f  # Mixtral reads none of these fields
+        hidden, used = qwen.get("moe_intermediate_size", f["intermediate_size"]), f["num_experts_per_tok"]
         layers += (Layer("router", width, experts), *_swiglu(width, hidden, copies=experts, active=used))
-        if shared := f.get("shared_expert_intermediate_size"):
+        if shared := qwen.get("shared_expert_intermediate_size"):
             layers += (Layer("router", width, 1), *_swiglu(width, shared))
-        step, without = f.get("decoder_sparse_step", 1), f.get("mlp_only_layers") or ()
+        step, without = qwen.get("decoder_sparse_step", 1), qwen.get("mlp_only_layers") or ()
         sparse = sum(i not in without and (i + 1) % step == 0 for i in range(depth))
         blocks = [replace(blocks[0], count=depth - sparse), Block(sparse, layers, attention, gated=True, others=others)]
     return _language_model(name, f, blocks, fused=known.fusable, others=width)

@@ -148,8 +148,7 @@ def _check_weight_scale(files: CheckpointFiles, name: str, spec: LayerSpec, shap
 
 def _check_names(files: CheckpointFiles, known: set[str], required: Required) -> None:
     """Check that no tensor is missing, left over, or of another shape."""
-    settings = files.settings if isinstance(files.settings, dict) else {}
-    declared = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
+    declared = files.settings.get("kv_cache_scheme") or files.settings.get("kv_cache_quant_algo")
     cache: tuple[str, ...] = _CACHE_SCALES if declared else ()
     stored = files.shapes
     for name in sorted(required.shapes.keys() - stored.keys()):

@@ -358,12 +358,9 @@ def round_input(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -
     x = x.float()
     if spec.inputs == "none":
         return x
-    if spec.inputs == "static":
-        assert input_scale is not None
-        scale = input_scale.float().reshape(-1)[0]
-        return nearest(x / scale, spec) * scale
-    if spec.inputs == "tensor":
-        scale = _dynamic_scale(x.abs().amax(), spec)
+    if spec.inputs != "token":
+        assert (input_scale is None) == (spec.inputs == "tensor")
+        scale = _dynamic_scale(x.abs().amax(), spec) if input_scale is None else input_scale.float().reshape(-1)[0]
         return nearest(x / scale, spec) * scale
     size = spec.group or x.shape[-1]
     padded = pad(x, (0, -x.shape[-1] % size))  # the last group may be smaller

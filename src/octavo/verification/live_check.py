@@ -100,7 +100,7 @@ def check(
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: it is sharded, or needs a batch; the folder is damaged (ArtifactError); another precision.
+        ValueError: it is sharded, needs a batch, cannot run; the folder is damaged (ArtifactError); another precision.
 
     Example:
 
@@ -168,7 +168,15 @@ class _Run(TorchDispatchMode):
     def step(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         modules = {name: layer.module for name, layer in self.layers.items()}
         with _kept(self.model), seen_calls(modules, self._see), torch.enable_grad(), self:
-            output = self.model(*args, **keywords)
+            try:
+                output = self.model(*args, **keywords)
+            except Exception as error:  # a model raises anything
+                given = [f"{t.dtype} {list(t.shape)}" for t in tree_leaves((args, keywords)) if isinstance(t, Tensor)]
+                held = dict.fromkeys(f"{p.dtype} on {p.device}" for p in self.model.parameters())
+                raise ValueError(
+                    f"{type(self.model).__name__} ({', '.join(held)}) cannot run on the inputs {', '.join(given)} "
+                    f"({type(error).__name__}: {error}): give another batch, or check the model in float32 or on a GPU"
+                ) from error
             values = list(output.values()) if hasattr(output, "keys") else output
             found = [t for t in tree_leaves(values) if has_gradient(t)]
             try:

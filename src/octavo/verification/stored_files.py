@@ -95,9 +95,7 @@ def _find_settings(files: CheckpointFiles) -> None:
     if files.settings is None and isinstance(older, dict):
         files.config["quantization_config"] = {"quant_method": "compressed-tensors"} | older
         files.remarks.append("config.json has compression_config, the older name of quantization_config")
-    settings = files.settings
-    if settings is None:
-        settings = _read_json(files, "hf_quant_config.json")
+    settings = _read_json(files, "hf_quant_config.json") if files.settings is None else files.settings
     modelopt = settings.get("quantization") if isinstance(settings, dict) else None
     if isinstance(modelopt, dict):
         files.config["quantization_config"] = {"quant_method": "modelopt"} | modelopt

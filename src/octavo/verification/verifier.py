@@ -168,8 +168,8 @@ class Verification:
             )
         ratios: dict[str, float] = {}
         if (source := self.source) is not None:
-            built: list[Any] = [each.model for each in (self._meta_model(), _as_served(source))]
-            ours, theirs = (model.config.to_dict() for model in built)  # with the defaults of transformers
+            built: list[Any] = [self._meta_model(), transformers_meta_model(source.config, source.description)]
+            ours, theirs = (each.model.config.to_dict() for each in built)  # with the defaults of transformers
             check_description(files, ours, theirs, source.description)
         if source is None or files.folded:
             _check_plausible(files, self.layers)
@@ -255,7 +255,8 @@ class Verification:
 
         layers = BaselineLayers(get, PackedLayers(self.files, self.layers, self.device))
         packed = self._packed_model()
-        reference = StreamedModel(_as_served(self.source), get, metas, layers, self.device)
+        served = transformers_meta_model(self.source.config, self.source.description)
+        reference = StreamedModel(served, get, metas, layers, self.device)
         packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
         for done, ids in enumerate(self.batches):
             self.progress(done, len(self.batches), "running prompts")
@@ -288,11 +289,6 @@ class Verification:
         return transformers_meta_model(self.files.config, self.files.folder)
 
 
-def _as_served(source: Source) -> MetaModel:
-    """MODEL as transformers builds it."""
-    return transformers_meta_model(source.config, source.description)
-
-
 def _tensors(source: Source) -> dict[str, Tensor]:
     """A tensor on the meta device for each of MODEL, by its name in files, in the dtype in which it is served."""
     return source.meta_model.experts.split(model_tensors(source.meta_model.model))
@@ -300,12 +296,9 @@ def _tensors(source: Source) -> dict[str, Tensor]:
 
 def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec]) -> None:
     """Check weights that are not compared with MODEL's for scales that look reciprocal."""
-
-    def scales_and_weight(name: str, spec: LayerSpec) -> tuple[str, Tensor, Callable[[], Tensor]]:
-        data, scale = files.get(f"{name}.weight"), files.get(f"{name}.{spec.scale}")
-        return name, scale_values(scale, spec), partial(widen, data, scale, spec)
-
-    suspects = suspected(scales_and_weight(name, spec) for name, spec in layers.items() if not spec.integers)
+    floats = [(name, spec) for name, spec in layers.items() if not spec.integers]
+    read = ((name, spec, files.get(f"{name}.weight"), files.get(f"{name}.{spec.scale}")) for name, spec in floats)
+    suspects = suspected((name, scale_values(s, spec), partial(widen, w, s, spec)) for name, spec, w, s in read)
     if suspects:
         scale = f"{suspects[0]}.{layers[suspects[0]].scale}"
         files.add_finding("scale", scale, reciprocal_warning(suspects, len(layers)))
