@@ -92,7 +92,7 @@ test-oldest: .venv-oldest/installed  ## run the tests of layers and operations w
 
 # Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).
 BENCHES := ceilings kernels stack whole_step lora layer moe grouped_rows serve generate start linears attention vision \
-	watch recipes trained
+	watch recipes trained rl
 
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
 	for name in $(BENCHES); do PYTHONPATH=src $(PYTHON) -m bench.gpu.$$name || exit 1; done
