@@ -84,7 +84,7 @@ test-integrations: .venv-integrations/installed  ## train with torchtitan, Light
 # The oldest torch that pyproject.toml allows: its Dynamo refuses what that of newer ones takes.
 .venv-oldest/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --no-compile torch==2.11.0 -e ".[hf]" accelerate ml_dtypes scipy pytest pytest-xdist
+	.venv-oldest/bin/python -m pip install --quiet --no-compile torch==2.11.0 -e ".[hf]" accelerate ml_dtypes peft scipy pytest pytest-xdist
 	touch $@
 
 test-oldest: .venv-oldest/installed  ## run the tests of layers and operations with the oldest torch, in an environment of its own
