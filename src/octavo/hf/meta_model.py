@@ -37,7 +37,7 @@ from octavo.util import import_extra, reading
 
 DESCRIPTION = "a description that a model can be built from: mend the setting, or save the model again"
 UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
-_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions", "seq_length")  # the last of Bloom
+POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions", "seq_length")  # the last of Bloom
 _FEW = 1000  # layers, or experts of a layer: no more are counted against the tensors, of which one may hold many
 _NONE_STACKED = ExpertFiles(nn.Module())
 
@@ -315,7 +315,7 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
 def stated_positions(model: Any) -> int:
     """The tokens that a model can see; `UNLIMITED` if its config.json states none, as Bloom's and Mamba's."""
     text = model.config.get_text_config()
-    stated = next((n for name in _POSITIONS if isinstance(n := getattr(text, name, None), int)), -1)
+    stated = next((n for name in POSITIONS if isinstance(n := getattr(text, name, None), int)), -1)
     if stated == -1:  # as XLNet states it
         return UNLIMITED
     # In RoBERTa no token takes the positions up to that of the padding.

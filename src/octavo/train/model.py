@@ -36,6 +36,7 @@ from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
 from octavo.hf.meta_model import (
     DESCRIPTION,
+    POSITIONS,
     check_counts,
     check_unpacked,
     compute_buffers,
@@ -270,7 +271,7 @@ def positions_of(folder: Path) -> int:
     """The longest context of the model that `folder`/config.json describes; sys.maxsize if the file states none."""
     path = folder / "config.json"
     described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
-    found = (described.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    found = (described.get(key) for key in (*POSITIONS, "n_positions"))
     return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
 
 

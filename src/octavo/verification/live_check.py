@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.comparison import Call, has_gradient, seen_calls
-from octavo.hf.meta_model import arguments_of, random_inputs, transformers_meta_model
+from octavo.hf.meta_model import arguments_of, random_inputs, stated_positions, transformers_meta_model
 from octavo.inspection.dtype_report import patterns_of
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import call_arguments, check_initialized, check_module, plain_name
@@ -113,12 +113,10 @@ def check(
     if any(p.is_meta or hasattr(p, "device_mesh") for p in model.parameters()):
         raise ValueError("check takes a model with numbers that is not sharded: load it, or check before fully_shard")
     if batch is None:
-        described: Any = model
-        if not hasattr(model, "config"):
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
             kind = type(model).__name__
             raise ValueError(f"{kind} is no model of transformers, whose inputs are known: give a batch")
-        positions = getattr(described.config, "max_position_embeddings", None) or 32
-        inputs = random_inputs(model, positions if positions > 0 else 32)  # XLNet states -1
+        inputs = random_inputs(model, stated_positions(model))
         batch = arguments_of(model, inputs.to(next(model.parameters(), inputs).device))
     run = _Run(model)
     run.step(*call_arguments(batch))
