@@ -99,11 +99,8 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     fused, names = fused_modules(model), {layer: name for name, layer in layers.items()}
     unfused = unfusing_units(model, fused, {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"})
     reasons = {name: _wide_reason(key[0], sharded.get(key)) for name, key in named.items()}
-    for module in fused.values():  # layers that run as one GEMM are gathered all alike
-        inner = [names[layer] for layer in module.inner]
-        if wide := next((name for name in inner if reasons[name]), ""):
-            together = f"it runs as one GEMM with {wide}, which is gathered wide"
-            reasons |= {name: reasons[name] or together for name in inner}
+    for module in fused.values():
+        _agree([names[layer] for layer in module.inner], reasons)
     gathered = {named[name] for name, reason in reasons.items() if not reason}
     weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
     for module in fused.values():
@@ -116,6 +113,13 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         ShardCache(model, list(weights.values()))
     left = {name: reason for name, reason in reasons.items() if reason}
     return GatherReport([name for name in named if name not in left], left, unfused)
+
+
+def _agree(names: Sequence[str], reasons: dict[str, str]) -> None:
+    """Gather layers that run as one GEMM all alike: one that is gathered wide makes the others wide."""
+    if wide := next((name for name in names if reasons[name]), ""):
+        together = f"it runs as one GEMM with {wide}, which is gathered wide"
+        reasons.update({name: reasons[name] or together for name in names})
 
 
 def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:

@@ -168,7 +168,7 @@ class Verification:
             )
         ratios: dict[str, float] = {}
         if (source := self.source) is not None:
-            built: list[Any] = [self._meta_model(), transformers_meta_model(source.config, source.description)]
+            built: list[Any] = [self._meta_model(), _as_served(source)]
             ours, theirs = (each.model.config.to_dict() for each in built)  # with the defaults of transformers
             check_description(files, ours, theirs, source.description)
         if source is None or files.folded:
@@ -255,8 +255,7 @@ class Verification:
 
         layers = BaselineLayers(get, PackedLayers(self.files, self.layers, self.device))
         packed = self._packed_model()
-        served = transformers_meta_model(self.source.config, self.source.description)
-        reference = StreamedModel(served, get, metas, layers, self.device)
+        reference = StreamedModel(_as_served(self.source), get, metas, layers, self.device)
         packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
         for done, ids in enumerate(self.batches):
             self.progress(done, len(self.batches), "running prompts")
@@ -287,6 +286,11 @@ class Verification:
 
     def _meta_model(self) -> MetaModel:
         return transformers_meta_model(self.files.config, self.files.folder)
+
+
+def _as_served(source: Source) -> MetaModel:
+    """MODEL as transformers builds it."""
+    return transformers_meta_model(source.config, source.description)
 
 
 def _tensors(source: Source) -> dict[str, Tensor]:
