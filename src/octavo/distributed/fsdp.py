@@ -111,8 +111,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
                 weight.stack = stack
     if weights:
         ShardCache(model, list(weights.values()))
-    left = {name: reason for name, reason in reasons.items() if reason}
-    return GatherReport([name for name in named if name not in left], left, unfused)
+    return GatherReport([name for name in named if not reasons[name]], {n: r for n, r in reasons.items() if r}, unfused)
 
 
 def _agree(names: Sequence[str], reasons: dict[str, str]) -> None:

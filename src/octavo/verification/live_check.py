@@ -114,7 +114,8 @@ def check(
         raise ValueError("check takes a model with numbers that is not sharded: load it, or check before fully_shard")
     if batch is None:
         if not hasattr(getattr(model, "config", None), "get_text_config"):
-            raise ValueError(f"{type(model).__name__} is no model of transformers, whose inputs are known: give a batch")
+            kind = type(model).__name__
+            raise ValueError(f"{kind} is no model of transformers, whose inputs are known: give a batch")
         inputs = random_inputs(model, stated_positions(model))
         batch = arguments_of(model, inputs.to(next(model.parameters(), inputs).device))
     run = _Run(model)
