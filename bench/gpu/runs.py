@@ -11,8 +11,8 @@ run is its final loss over that of BF16 with the same seed, less 1; the interval
 Student's.
 
 The modes are those of `bench.gpu.loss`, and so is the training. A run's file is written at each of its evaluations, and
-a run whose file is there is skipped, so a long measurement can be ended and begun again. With `--stop` runs end early,
-on the schedule of all steps. Runs that did not end in time are compared at the last evaluation that all have reached.
+a run whose file is whole is skipped, so a long measurement can be ended and begun again. Runs that did not end in time
+are compared at the last evaluation that all have reached.
 
     python -m bench.gpu.runs gpt --time bf16,rowwise,torchao --out FOLDER                      steps, in turns
     python -m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --out FOLDER                          MODE:SEED
@@ -122,20 +122,19 @@ def tokens_of(study: Study, out: Path) -> Corpus:
 # --- Training --------------------------------------------------------------------------------------------------
 
 
-def train_all(study: Study, plan: Sequence[Run], out: Path, stop: int | None = None, processes: int = 1) -> None:
-    """Train the runs to step `stop`, without those that have reached it in `out`. One worker alone is this process."""
-    stop = stop or study.config.steps
+def train_all(study: Study, plan: Sequence[Run], out: Path, processes: int = 1) -> None:
+    """Train the runs that are not whole in `out`. One worker alone is this process."""
     seeds: dict[str, list[int]] = {}
     for mode, seed in plan:
-        if last_step(path_of(out, mode, seed)) < stop:
+        if not ended(path_of(out, mode, seed)):
             seeds.setdefault(mode, []).append(seed)
     tokens_of(study, out)  # made once, before the workers read them
     gpus = max(torch.cuda.device_count(), 1)
     if gpus * processes == 1:
         for mode, each in seeds.items():
-            train_mode(study, mode, each, out, stop)
+            train_mode(study, mode, each, out)
         return
-    calls = [partial(work, i % gpus, study, mode, each, out, stop) for i, (mode, each) in enumerate(seeds.items())]
+    calls = [partial(work, i % gpus, study, mode, each, out) for i, (mode, each) in enumerate(seeds.items())]
     in_processes(gpus * processes, calls)  # a mode that does not run has no row in the table
 
 
@@ -146,7 +145,7 @@ def work(gpu: int, *task: Any) -> None:
     train_mode(*task)
 
 
-def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path, stop: int) -> None:
+def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path) -> None:
     """Train the runs of one mode in this process."""
     torch._dynamo.reset()  # frees the model of the mode before
     allocated()
@@ -160,7 +159,7 @@ def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path, stop: i
         learner.warm_up()
         for seed in seeds:
             begin(learner, seed)
-            for progress in train(learner, study, data, seed, stop):
+            for progress in train(learner, study, data, seed):
                 write_run(path_of(out, mode, seed), learner, {"seed": seed} | facts | progress)
 
 
@@ -188,8 +187,8 @@ def training_batches(data: Corpus, config: Config, seed: int) -> Batches:
     return Batches(data.train, config.context, config.batch * config.accumulate, seed)
 
 
-def train(learner: Learner, study: Study, data: Corpus, seed: int, stop: int) -> Iterator[Result]:
-    """Train to step `stop`; gives the run so far at each evaluation. One that diverges ends there."""
+def train(learner: Learner, study: Study, data: Corpus, seed: int) -> Iterator[Result]:
+    """Train; gives the run so far at each evaluation. One that diverges ends there."""
     config, cuda = study.config, DEVICE == "cuda"
     every = max(config.steps // study.evaluations, 1)
     tokens = config.batch * config.accumulate * config.context
@@ -201,9 +200,9 @@ def train(learner: Learner, study: Study, data: Corpus, seed: int, stop: int) ->
     seconds, finite = 0.0, True
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    while len(losses) < stop and finite:
+    while len(losses) < config.steps and finite:
         began, first = time.perf_counter(), len(losses)
-        for index in range(first, min(first + every, stop)):
+        for index in range(first, min(first + every, config.steps)):
             losses.append(learner.step(index, batch_at(training, index)))
         if cuda:
             torch.cuda.synchronize()
@@ -235,12 +234,10 @@ def path_of(out: Path, mode: str, seed: int) -> Path:
     return out / f"{mode}-{seed}.json"
 
 
-def last_step(path: Path) -> int:
-    """The step of the last evaluation in a run's file; 0 if there is no file. A run that diverged is at its end."""
-    if not path.exists():
-        return 0
-    run = json.loads(path.read_text())
-    return int(run["evaluations"][-1]["step"] if run["final"] is not None else run["settings"]["steps"])
+def ended(path: Path) -> bool:
+    """True if a run's file is there and the run is whole, or diverged."""
+    run = json.loads(path.read_text()) if path.exists() else {"whole": False, "final": 0.0}
+    return bool(run["whole"] or run["final"] is None)
 
 
 def settings(config: Config) -> Result:
@@ -306,13 +303,13 @@ def merge(folder: Path) -> Result:
     files = {path: json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
     runs = [content for content in files.values() if "seed" in content]
     check_alike(folder, runs)
-    ended = [run for run in runs if run["final"] is not None]
-    last = min(len(run["evaluations"]) for run in ended) - 1
-    compared = ended[0]["evaluations"][last]["step"]
-    final = {(run["mode"], run["seed"]): run["evaluations"][last]["loss"] for run in ended}
+    finite = [run for run in runs if run["final"] is not None]
+    last = min(len(run["evaluations"]) for run in finite) - 1
+    compared = finite[0]["evaluations"][last]["step"]
+    final = {(run["mode"], run["seed"]): run["evaluations"][last]["loss"] for run in finite}
     bf16 = [loss for (mode, _), loss in final.items() if mode == BASE]
     target = max(final.values())
-    for run in ended:
+    for run in finite:
         run["compared_loss"] = final[run["mode"], run["seed"]]
         run["seconds_to_target"] = seconds_to(target, run["evaluations"])
     tokens = compared * runs[0]["tokens"] // runs[0]["evaluations"][-1]["step"]
@@ -333,11 +330,6 @@ def merge(folder: Path) -> Result:
         "runs": [{key: value for key, value in run.items() if key not in shared} for run in runs],
         "step_times": next((content for path, content in files.items() if path.name == "steps.json"), None),
     }
-
-
-def early(result: Result) -> str:
-    """The end of the name of a result whose runs end early: they have another file than whole runs."""
-    return f"_{result['compared_at_step']}" if result["compared_at_step"] < result["settings"]["steps"] else ""
 
 
 def check_alike(folder: Path, runs: Sequence[Mapping[str, Any]]) -> None:
@@ -378,7 +370,7 @@ def seconds_to(target: float, evaluations: list[dict[str, float]]) -> float | No
     return None
 
 
-@benchmark(study=STUDIES, runs="", processes=1, out=Path("runs/bench"), time="", steps=int, stop=int, merge=Path)
+@benchmark(study=STUDIES, runs="", processes=1, out=Path("runs/bench"), time="", steps=int, merge=Path)
 def main(options: Options) -> Results:
     study = study_of(options.study, options.steps)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -387,7 +379,7 @@ def main(options: Options) -> Results:
         (options.out / "steps.json").write_text(json.dumps(result, indent=2) + "\n")
     if options.runs:
         plan = [(mode, int(seed)) for mode, _, seed in (run.rpartition(":") for run in options.runs.split(","))]
-        train_all(study, plan, options.out, options.stop, options.processes)
+        train_all(study, plan, options.out, options.processes)
     if options.merge:
         found = merge(options.merge)
-        yield study.result + early(found), {"model": options.study, **found}
+        yield study.result, {"model": options.study, **found}

@@ -28,7 +28,7 @@ The result is written after each way, beside the earlier one of the other way.
 import copy
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -246,8 +246,8 @@ class Training:
         return harness.largest_batch(self, batches, max(harness.allocated() - own, 0), self.optimizer)
 
 
-def measure_whole(kind: Any) -> dict[str, Any]:
-    """Milliseconds, peaks and the largest batch of each mode."""
+def measure_whole(kind: Any) -> Iterator[dict[str, Any]]:
+    """Milliseconds of each mode, and then its peaks and its largest batch, mode by mode."""
     torch.set_float32_matmul_precision("high")
     steps: dict[str, Training] = {}
     for modes, dtype in (((FP32,), torch.float32), (tuple(WHOLE)[1:], torch.bfloat16)):
@@ -262,10 +262,11 @@ def measure_whole(kind: Any) -> dict[str, Any]:
     times = harness.interleaved(steps, rounds=5, repeat=2)
     result = {"parameters": sum(p.numel() for p in model.parameters()), "batch": kind.batches[0], "rounds": times}
     result["modes"] = harness.rows_of(times, "bf16", "speed")
+    yield result
     for mode, step in steps.items():
         result["modes"][mode] |= step.memory()
-    show({key: result[key] for key in ("batch", "modes")})
-    return result
+        show(mode, result["modes"][mode])
+        yield result
 
 
 # --- Time to compile -------------------------------------------------------------------------------------------
@@ -317,9 +318,10 @@ def main(options: Options) -> Results:
             if library_block(MODELS[name].library, "__version__") is None:
                 print(f"{name}: {MODELS[name].library} is not installed")
                 continue
-            whole[name] = {"machine": record.facts(), **measure_whole(MODELS[name])}
-            earlier = {"shapes": {}, **earlier, "whole": whole}
-            yield "gpu_vision", earlier
+            for measured in measure_whole(MODELS[name]):
+                whole[name] = {"machine": record.facts(), **measured}
+                earlier = {"shapes": {}, **earlier, "whole": whole}
+                yield "gpu_vision", earlier
     found: dict[str, Any] = {}
     for name, shape in SHAPES.items() if options.only in (None, "blocks") else ():
         if shape.text and library_block("diffusers.models.attention", "BasicTransformerBlock") is None:

@@ -24,7 +24,8 @@ CONFIG = CONFIGS["tiny"].change(warmup=1)  # as `study_of` has it
 STUDY = training.Study("tiny", CONFIG)
 CPU = torch.device("cpu")
 TEMPLATE = Path(loss.__file__).with_name("loss.template.md")
-PLAN = "trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; frozen bf16,rowwise:7"
+FROZEN = "bf16,rowwise,x of all,w of v_proj,xw of all"
+PLAN = f"trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; frozen {FROZEN}:7"
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +209,16 @@ def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_
     assert frozen["bf16"]["final-7"] == branch["bf16"]
     assert frozen["rowwise"]["final-7"] == branch["fp8"]
     assert found["frozen"]["bf16"]["trunk"]["gap"] == 0 != found["frozen"]["rowwise"]["trunk"]["gap"]
+
+
+def test_the_operands_of_all_layers_rounded_have_the_loss_of_the_converted_model(
+    folder: Path, found: dict[str, Any]
+) -> None:
+    rounded, converted = (json.loads((folder / f"frozen-{mode}.json").read_text()) for mode in ("xw of all", "rowwise"))
+    assert rounded["losses"]["final-7"] == pytest.approx(converted["losses"]["final-7"], rel=1e-4)
+    assert rounded["converted"] == converted["converted"]
+    gaps = [found["frozen"][mode]["final-7"]["gap"] for mode in FROZEN.split(",")]
+    assert len(set(gaps)) == len(gaps)
 
 
 def test_a_gap_of_a_doubling_is_worth_twice_the_tokens() -> None:

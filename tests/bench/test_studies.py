@@ -58,7 +58,6 @@ def test_each_study_trains_and_is_merged(name: str, tmp_path: Path) -> None:
     for run in result["runs"]:
         assert run["tokens_per_second"] == pytest.approx(4 * 4 * 16 / run["evaluations"][-1]["seconds"])
         assert run["final"] == result["losses"][run["mode"]][str(run["seed"])]
-    assert runs.early(result) == ""
 
 
 def test_every_mode_starts_from_the_same_weights_and_batches(data: Corpus, study: Study) -> None:
@@ -84,17 +83,6 @@ def test_gradients_in_fp8_are_off_by_what_fp8_costs(
     monkeypatch.setattr(runs, "GRADIENT_ERRORS", (0.9, 1.0))
     with pytest.raises(RuntimeError, match="must be off by"):
         runs.gradient_errors(learners, tokens)
-
-
-def test_a_run_that_is_stopped_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
-    study, found = tiny(STUDIES["300m"])._replace(evaluations=2), {}
-    for stop in (2, 2, 4):  # the second time nothing is left to train
-        runs.train_all(study, [("bf16", 0)], tmp_path, stop)
-        path = runs.path_of(tmp_path, "bf16", 0)
-        assert runs.last_step(path) == stop
-        found[stop] = json.loads(path.read_text())["evaluations"]
-        assert runs.early(runs.merge(tmp_path)) == ("_2" if stop == 2 else "")
-    assert [point["loss"] for point in found[2]] == [point["loss"] for point in found[4]][:1]
 
 
 def test_a_run_that_is_there_is_not_repeated(trained: Path, study: Study) -> None:

@@ -1,7 +1,7 @@
 """The models and the modes of training runs: BF16, recipes of Octavo, and recipes of torchao.
 
 A mode may end with `_if_faster`, for `only_if_faster`, and with ` + FP8 attention` or ` + FP8 head`, for attention or
-the products of the head in FP8.
+the products of the head in FP8. A mode such as `x of k_proj` is BF16 with one operand of some layers rounded to FP8.
 
 The model of the study is Octavo's Llama, with a norm on the queries and keys of each head (QK-norm: Dehghani et al.,
 arXiv:2302.05442), which keeps a small model stable at a high learning rate. Two others, with GELU and with experts,
@@ -13,16 +13,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.gpu.peers import use_torchao
 from bench.gpu.variants import VARIANTS, recipe_of
 from octavo.models.decoder import KVCache
 from octavo.models.llama import Attention, Block, Llama, LlamaConfig, RMSNorm
-from octavo.nn import convert, use_fp8_attention
+from octavo.nn import convert, select_linears, use_fp8_attention
 from octavo.recipe import GEMMS, Recipe, rowwise
+from octavo.tensor import quantize
 from octavo.train.config import Config
 from octavo.train.model import make_model as build
 from octavo.train.model import prepare_blocks
@@ -41,6 +44,7 @@ def read_configs() -> dict[str, Config]:
 CONFIGS = read_configs()
 TORCHAO = {"torchao": "rowwise", "torchao_rowwise": "rowwise", "torchao_tensorwise": "tensorwise"}
 IF_FASTER, FP8_ATTENTION, FP8_HEAD = "_if_faster", " + FP8 attention", " + FP8 head"
+OF = " of "
 IN_BF16 = ("bf16", "twin")  # a twin is BF16 whose weights were disturbed once, as it branched
 
 
@@ -62,6 +66,26 @@ OWN: dict[str, Callable[[], Recipe]] = {
 }
 IN_PARTS = tuple(f"rowwise{part}" for part in (FP8_ATTENTION, FP8_HEAD))
 MODES = (*IN_BF16, *TORCHAO, *OWN, *IN_PARTS, *(name for name in VARIANTS if name not in IN_BF16))
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer with some of x and w rounded to E4M3, with a scale for each row."""
+
+    operands: str  # letters of "xw"
+
+    def forward(self, input: Tensor) -> Tensor:
+        tensors = {"x": input, "w": self.weight}
+        x, w = (quantize(t.bfloat16()).dequantize() if name in self.operands else t for name, t in tensors.items())
+        return F.linear(x, w, self.bias)
+
+
+def round_operands(model: nn.Module, operands: str, kind: str) -> int:
+    """Round operands of the layers of a kind, such as k_proj, or "all" that a recipe converts; returns their number."""
+    converted = [each for each in select_linears(model) if not each.reason]
+    layers: list[Any] = [each.module for each in converted if kind in ("all", each.name.rpartition(".")[2])]
+    for layer in layers:
+        layer.__class__, layer.operands = RoundedLinear, operands
+    return len(layers)
 
 
 class NormedAttention(Attention):
@@ -96,7 +120,10 @@ def make_model(mode: str, config: Config, device: torch.device, *, normed: bool 
     model.to(device)
     layers = mode.removesuffix(FP8_ATTENTION).removesuffix(FP8_HEAD)
     name, converted = layers.removesuffix(IF_FASTER), 0
-    if name in TORCHAO:
+    operands, _, kind = name.partition(OF)
+    if kind:
+        converted = round_operands(model, operands, kind)
+    elif name in TORCHAO:
         converted = use_torchao(model, TORCHAO[name])
     elif name not in IN_BF16:
         recipe, faster = OWN[name]() if name in OWN else recipe_of(name), name != layers
