@@ -188,9 +188,9 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Where x is such a view too, it is not copied.
     """
-    by_token = x.transpose(1, 2)
-    found = quantize(by_token.reshape(-1, by_token.shape[2] * by_token.shape[3]), CAST)
-    return found.data.view(by_token.shape).transpose(1, 2), found.scale
+    by_token = x.transpose(1, 2)  # its shape is not read: torch 2.11 would not compile a size that became a constant
+    found = quantize(by_token.flatten(2).flatten(0, 1), CAST)
+    return found.data.view_as(by_token).transpose(1, 2), found.scale
 
 
 def attend_fp8(q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, *, scale: float | None = None) -> Tensor:
