@@ -51,10 +51,10 @@ def measure(tokens: int, dim: int = DIM) -> dict[str, Any]:
 
 def modes(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, dict[str, Step]]:
     """The steps of each pass by mode. A step of both passes returns y and the gradients."""
-    forward: dict[str, Step] = {}
-    both: dict[str, Step] = {}
+    forward, both = dict[str, Step](), dict[str, Step]()
+    in_bf16 = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     for name, backend in BACKENDS.items():
-        call = partial(in_bf16, backend)
+        call = sdpa_kernel(backend)(in_bf16)
         forward[f"BF16, {name}"] = partial(torch.no_grad()(call), q, k, v)
         both[f"BF16, {name}"] = partial(train, call, q, k, v, dy)
     call = partial(attend_fp8, gradients=GradientScales(DEVICE))
@@ -62,17 +62,12 @@ def modes(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, dict[str, St
         train(call, q, k, v, dy)
     forward[OURS] = partial(fp8_prompt_attention, q, k, v, scale=q.shape[3] ** -0.5)
     both[OURS] = partial(train, call, q, k, v, dy)
-    (k_data, k_scale), (v_data, v_scale) = quantize_heads(k), quantize_heads(v)
+    operands = [quantize_heads(x) for x in (q, k, v, dy)]
+    (k_data, k_scale), (v_data, v_scale) = operands[1:3]
     stored = k_data.contiguous(), v_data.contiguous(), (k_scale, v_scale)  # as a cache holds them: [B, G, S, D]
     forward[CACHED] = partial(fp8_prompt_attention, q, *stored, scale=q.shape[3] ** -0.5)
-    operands = [quantize_heads(x) for x in (q, k, v, dy)]
     forward[ALONE], both[ALONE] = partial(alone, *operands[:3]), partial(alone, *operands)
     return {"forward": forward, "both": both}
-
-
-def in_bf16(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def train(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from attention_oracle import attention64, given
 from bits import on_gpu
 from generation_examples import answers, batch, pair
 from gpu_memory import no_waits
-from kv_cache_examples import DTYPES, model_of
+from kv_cache_examples import DTYPES, greedy, model_of, prompts
 from metrics import sqnr
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -288,6 +288,24 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(dtype):
             parts = [model(part, **{CACHE: cache}).logits for part in ids.split(step, 1)]
         found.append(torch.cat(parts, 1).float())
     assert sqnr(*found) > (35 if dtype == "bf16" else 12)  # the whole prompt attends to unrounded keys and values
+
+
+# ---- Generation on a GPU: transformers compiles its steps there, and the kernels read the cache
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_generation_is_the_same(dtype):
+    torch.compiler.reset()
+    inputs = {name: x.cuda() for name, x in prompts(False).items()}
+    model = model_of("qwen2").cuda().bfloat16()
+    found = []
+    for disable in (True, False):
+        cache = QuantizedKVCache.for_model(model, 25, dtype)
+        found.append(greedy(model, inputs, cache, disable_compile=disable, max_new_tokens=6)[1].float())
+        assert int(cache.stores[0].length) == 14
+    assert sqnr(found[0][0], found[1][0]) > 60
+    assert sqnr(found[0][1], found[1][1]) > 25  # tokens may part later
 
 
 # ---- Long prompts in FP8.

@@ -304,8 +304,7 @@ def test_a_gpu_against_float64_and_compiled():
         poison()
         actual = gradients_quantized(x, eager)
         same = gradients_quantized(x, compiled, attend=lambda *t: run(*t[:3]))
-        for name, exact, one, other in zip(("y", "dq", "dk", "dv"), oracle.exact(*x), actual, same, strict=True):
-            print(name, f"{sqnr(exact, one):.1f} dB, compiled against eager {sqnr(one, other):.1f} dB")
+        for exact, one, other in zip(oracle.exact(*x), actual, same, strict=True):
             assert sqnr(exact, one) > 16
             assert sqnr(one, other) > 40  # cuDNN's backward pass adds in any order
         assert torch.allclose(eager.amax, compiled.amax, rtol=1e-3)

@@ -74,14 +74,9 @@ def use(monkeypatch):
     from octavo.ops.kernels import attention_fp8 as kernel
 
     types = SimpleNamespace(FP8_E4M3=torch.float8_e4m3fn, FLOAT=torch.float32)
-    named = {
-        "pygraph": Graph,
-        "data_type": types,
-        "set_stream": lambda **_: None,
-        "cudnnGraphNotSupportedError": OSError,
-    }
     chosen = SimpleNamespace(A=0, FALLBACK=1, TOP_LEFT="top left")
-    cudnn = SimpleNamespace(**named, heur_mode=chosen, diagonal_alignment=chosen)
+    cudnn = SimpleNamespace(pygraph=Graph, data_type=types, heur_mode=chosen, diagonal_alignment=chosen)
+    cudnn.set_stream, cudnn.cudnnGraphNotSupportedError = lambda **_: None, OSError
     local = SimpleNamespace(graphs={})
 
     def turn_on() -> dict[Any, Any]:
@@ -129,12 +124,8 @@ def test_operands_of_any_strides(use):
     ):
         heads = [place(t.data) for t in (q, k, v)]
         y, o, stats = op.fp8_attention(*heads, *scales)
-        operands = (
-            place(dy.data).transpose(1, 2),
-            *heads,
-            place(o.transpose(1, 2)).transpose(1, 2),
-            place(stats.unsqueeze(3)).squeeze(3),
-        )
+        saved = place(o.transpose(1, 2)).transpose(1, 2), place(stats.unsqueeze(3)).squeeze(3)
+        operands = place(dy.data).transpose(1, 2), *heads, *saved
         found.append([y, *op.fp8_attention_backward(*operands, dy.scale, *scales, torch.full((3,), 1e-5))])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
