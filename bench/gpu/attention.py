@@ -1,15 +1,16 @@
 """Causal attention in FP8 beside PyTorch's in BF16: one layer, forward and both passes, and the prefill of a Llama.
 
-The heads are Llama-3-8B's: 32 of queries and 8 of keys, 128 elements each. Results and gradients come first, against
-float64 on one group of heads. `cuDNN alone` begins with operands in E4M3; the other modes of FP8 begin in BF16, with
-their casts, but for the keys and values of an FP8 cache. A step is a CUDA graph, so that the time of the host does not
-count. The prefill is that of `bench.gpu.serve`.
+The heads are Llama-3-8B's: 32 of queries and 8 of keys, of 128 elements, and of 64. Results and gradients come first,
+against float64 on one group of heads. `cuDNN alone` begins with operands in E4M3; the other modes of FP8 begin in BF16,
+with their casts, but for the keys and values of an FP8 cache. A step is a CUDA graph, so that the time of the host does
+not count. The prefill is that of `bench.gpu.serve`.
 
     python -m bench.gpu.attention
 """
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ Step = Callable[[], Any]
 Operand = tuple[Tensor, Tensor]  # [B, H, T, D] in E4M3 and its scale
 
 
-def measure(tokens: int) -> dict[str, Any]:
+def measure(tokens: int, dim: int = DIM) -> dict[str, Any]:
     """The SQNR of each mode, and its milliseconds forward, and of both passes."""
     torch.manual_seed(0)
     shapes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    q, k, v, dy = (torch.randn(1, tokens, n, DIM, device=DEVICE).bfloat16().transpose(1, 2) for n in shapes)
+    q, k, v, dy = (torch.randn(1, tokens, n, dim, device=DEVICE).bfloat16().transpose(1, 2) for n in shapes)
     passes = modes(q, k, v, dy)
     cell: dict[str, Any] = {"tokens": tokens}
     cell["db"] = {name: quality(*run(), q, k, v, dy) for name, run in passes["both"].items()}
@@ -50,28 +51,23 @@ def measure(tokens: int) -> dict[str, Any]:
 
 def modes(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, dict[str, Step]]:
     """The steps of each pass by mode. A step of both passes returns y and the gradients."""
-    forward: dict[str, Step] = {}
-    both: dict[str, Step] = {}
+    forward, both = dict[str, Step](), dict[str, Step]()
+    in_bf16 = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     for name, backend in BACKENDS.items():
-        call = partial(in_bf16, backend)
+        call = sdpa_kernel(backend)(in_bf16)
         forward[f"BF16, {name}"] = partial(torch.no_grad()(call), q, k, v)
         both[f"BF16, {name}"] = partial(train, call, q, k, v, dy)
     call = partial(attend_fp8, gradients=GradientScales(DEVICE))
     for _ in range(2):  # the first pass has no scales of earlier ones
         train(call, q, k, v, dy)
-    forward[OURS] = partial(fp8_prompt_attention, q, k, v, scale=DIM**-0.5)
+    forward[OURS] = partial(fp8_prompt_attention, q, k, v, scale=q.shape[3] ** -0.5)
     both[OURS] = partial(train, call, q, k, v, dy)
-    (k_data, k_scale), (v_data, v_scale) = quantize_heads(k), quantize_heads(v)
-    stored = k_data.contiguous(), v_data.contiguous(), (k_scale, v_scale)  # as a cache holds them: [B, G, S, D]
-    forward[CACHED] = partial(fp8_prompt_attention, q, *stored, scale=DIM**-0.5)
     operands = [quantize_heads(x) for x in (q, k, v, dy)]
+    (k_data, k_scale), (v_data, v_scale) = operands[1:3]
+    stored = k_data.contiguous(), v_data.contiguous(), (k_scale, v_scale)  # as a cache holds them: [B, G, S, D]
+    forward[CACHED] = partial(fp8_prompt_attention, q, *stored, scale=q.shape[3] ** -0.5)
     forward[ALONE], both[ALONE] = partial(alone, *operands[:3]), partial(alone, *operands)
     return {"forward": forward, "both": both}
-
-
-def in_bf16(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def train(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
@@ -125,10 +121,10 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, Te
 
 @benchmark()
 def main(_: Options) -> Results:
-    result: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "cells": []}
-    for tokens in TOKENS:
-        result["cells"].append(measure(tokens))
-        show(result["cells"][-1])
+    result: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "cells": [], "cells_of_64": []}
+    for tokens, (name, dim) in product(TOKENS, (("cells", DIM), ("cells_of_64", 64))):
+        result[name].append(measure(tokens, dim))
+        show(result[name][-1])
         yield "gpu_attention", result
     result["prefill"] = prefill_fp8_attention(llama.CONFIG)
     show(result["prefill"])

@@ -104,43 +104,6 @@ def test_given_scales_are_used_and_stay(given):
     assert torch.equal(cache.v_scale, given.expand(3) * 2)
 
 
-def test_the_same_prompt_gives_the_same_bytes_once_frozen():
-    k, v = tokens(6)
-    cache = LayerKVCache((2, 3, 40, 16), "int8")
-    cache.append(*tokens(6, 3.0))
-    cache.freeze()
-    found = []
-    for _ in range(2):
-        cache.reset()
-        assert (int(cache.length), cache.clipped.tolist()) == (0, [0, 0])
-        cache.append(k, v)
-        found.append(cache.keys[:, :, :6].clone())
-    assert torch.equal(*found)
-
-
-def test_bf16_rounds_and_does_no_more():
-    cache = LayerKVCache((2, 3, 40, 16), "bf16")
-    k, v = tokens(6)
-    cache.append(k, v)
-    assert torch.equal(contents(cache)[0], k.bfloat16().double())
-    assert torch.equal(contents(cache)[1], v.bfloat16().double())
-    assert (cache.k_scale, cache.warming) == (None, False)
-
-
-def test_attend_reads_what_is_stored():
-    cache = LayerKVCache((2, 3, 40, 16), "fp8")
-    k, v = tokens(9)
-    cache.append(k[:, :, :7], v[:, :, :7])
-    cache.append(k[:, :, 7:], v[:, :, 7:])
-    q = torch.randn(2, 6, 2, 16)
-    stored = [x.repeat_interleave(2, 1) for x in contents(cache)]
-    s = q.double() @ stored[0].transpose(2, 3) * 0.3
-    s[:, :, 0, 8] = -torch.inf
-    s[1, :, :, :4] = -torch.inf
-    found = cache.attend(q, first=torch.tensor([0, 4], dtype=torch.int32), scale=0.3)
-    assert torch.allclose(found.double(), s.softmax(3) @ stored[1], atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp8", "int8"])
 def test_sequences_can_be_chosen_and_repeated(dtype):
     cache = LayerKVCache((2, 3, 40, 16), dtype)

@@ -119,14 +119,6 @@ def test_what_is_left_alone_is_named() -> None:
     assert "reads its weight directly" in report.skipped["skipped.out_proj"]
 
 
-def test_the_output_layer_can_be_skipped_alone() -> None:
-    module = attention()
-    report = octavo.convert(module, skip=["out_proj"])
-    assert report.converted == ["in_proj_weight"]
-    x = torch.randn(2, 5, 32)
-    assert module(x, x, x)[0].shape == x.shape
-
-
 def test_a_watch_and_delayed_scales_take_a_model_with_attention() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     octavo.convert(layer, "delayed")
@@ -189,6 +181,21 @@ def test_both_passes_run_in_fp8_and_are_near_bf16(name):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["llama", "transformers"])
+def test_convert_turns_it_on_and_restore_off(name):
+    model = make(name)
+    expected = results(model)
+    report = octavo.convert(model, "bf16", attention="fp8")
+    assert list(report.fused.values()) == ["attention in FP8, of 8,192 tokens and more"] * 2
+    use_fp8_attention(model, shortest=16)
+    assert operations(lambda: results(model))[BACKWARD] == 2
+    octavo.restore(model)
+    assert all(map(torch.equal, expected, results(model)))
+    for changes, words in (({"attention": "int8"}, "'bf16' or 'fp8'"), ({"attention": "fp8"}, "no causal attention")):
+        with pytest.raises(ValueError, match=words):
+            octavo.convert(nn.Linear(8, 8), **changes)
+
+
 PADDED = {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.arange(3), 0)}
 
 
@@ -224,7 +231,7 @@ def test_a_model_on_the_meta_device_gets_scales_of_zeros():
 
 
 def test_a_gpu_without_it_is_refused(monkeypatch):
-    monkeypatch.setattr("octavo.nn.attention_layers.fp8_attention_limit", lambda *_: "no cuDNN")
+    monkeypatch.setattr("octavo.nn.attention_layers.fp8_attention_limit", lambda *_, **_named: "no cuDNN")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: no cuDNN\. Leave attention in BF16"):
         use_fp8_attention(make("llama"), device="cuda")
 
@@ -239,13 +246,13 @@ def gradients_quantized(x, scales, factor=1.0, attend=attend_fp8):
     return [y.detach(), *torch.autograd.grad(y, leaves, x[3] * factor)]
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0**-40, 2.0**40])
-def test_the_first_pass(factor):
+@pytest.mark.parametrize(("factor", "mean"), [(1.0, 0), (2.0**-40, 0), (2.0**40, 0), (1.0, 16)])
+def test_the_first_pass(factor, mean):
+    """Keys with a large mean over the tokens, too: it is as long as 16 of their deviations."""
     torch.manual_seed(0)
-    x = oracle.given(2, 4, 2, 64, 64)
-    for one, other in zip(
-        oracle.exact(*x[:3], x[3] * factor), gradients_quantized(x, GradientScales(), factor), strict=True
-    ):
+    q, k, v, dy = oracle.given(2, 4, 2, 64, 64)
+    x = q, k + mean * torch.randn(2, 2, 1, 128).bfloat16(), v, dy * factor
+    for one, other in zip(oracle.exact(*x), gradients_quantized(x, GradientScales()), strict=True):
         assert sqnr(one, other) > 16
         assert (other.dtype, other.shape) == (torch.bfloat16, one.shape)
 
@@ -272,11 +279,12 @@ def test_the_amax_decays_and_ignores_what_is_not_finite():
 
 
 @pytest.mark.slow
-def test_compiled():
-    torch.manual_seed(2)
-    x, scales, other = oracle.given(1, 2, 2, 32, 32), GradientScales(), GradientScales()
+def test_compiled_with_two_sizes_of_heads():
+    """With the second size, a dimension that PyTorch compiles for any size, the backward pass took another scale."""
+    scales, other = GradientScales(), GradientScales()
     run = torch.compile(lambda *t: attend_fp8(*t, other) * 1, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
+    for dim in (32, 32, 64, 64):
+        x = oracle.given(1, 2, 2, 32, 32, dim)
         expected = gradients_quantized(x, scales)
         actual = gradients_quantized(x, other, attend=lambda *t: run(*t[:3]))
         assert all(map(torch.equal, expected, actual))
@@ -286,20 +294,20 @@ def test_compiled():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_gpu_against_float64_and_compiled():
+    """Heads of 128 after heads of 64, whose size PyTorch would otherwise compile as one of any value."""
     pytest.importorskip("cudnn")
     torch.manual_seed(0)
-    x = oracle.given(1, 8, 2, 640, 640, device="cuda")
     eager, compiled = GradientScales("cuda"), GradientScales("cuda")
     run = torch.compile(lambda *t: attend_fp8(*t, compiled) * 1, fullgraph=True)
-    expected = oracle.exact(*x)
-    for _ in range(2):
+    for dim in (64, 64, 128, 128):
+        x = oracle.given(1, 8, 2, 640, 640, dim, device="cuda")
         poison()
         actual = gradients_quantized(x, eager)
         same = gradients_quantized(x, compiled, attend=lambda *t: run(*t[:3]))
-        for exact, one, other in zip(expected, actual, same, strict=True):
+        for exact, one, other in zip(oracle.exact(*x), actual, same, strict=True):
             assert sqnr(exact, one) > 16
             assert sqnr(one, other) > 40  # cuDNN's backward pass adds in any order
-    assert torch.allclose(eager.amax, compiled.amax, rtol=1e-3)
+        assert torch.allclose(eager.amax, compiled.amax, rtol=1e-3)
 
 
 # ---- The layer after attention saves its input itself where PyTorch's attention saves it too

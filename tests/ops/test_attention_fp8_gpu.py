@@ -1,4 +1,4 @@
-"""cuDNN against float64 and the reference, over poisoned memory, in a CUDA graph and in compiled code."""
+"""cuDNN against float64 and the reference, over poisoned memory and in a CUDA graph."""
 
 import attention_fp8_oracle as oracle
 import pytest
@@ -12,8 +12,9 @@ from octavo.ops import fp8_attention, fp8_attention_limit
 pytest.importorskip("cudnn")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 
-SHAPES = [  # batch, heads, heads of keys, tokens, keys
+SHAPES = [  # batch, heads, heads of keys, tokens, keys, and the elements of a head where it has not 128
     (2, 8, 2, 512, 512),
+    (2, 8, 2, 512, 512, 64),
     (1, 4, 4, 128, 128),
     (1, 4, 1, 1152, 1152),
 ]
@@ -44,9 +45,10 @@ def test_both_passes(shape):
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 300), (2, 2), (63, 63), (200, 200), (1000, 1000)])
-def test_the_forward_pass_takes_any_length(tokens, keys):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_forward_pass_takes_any_length(tokens, keys, dim):
     torch.manual_seed(4)
-    x = oracle.given(2, 4, 2, tokens, keys, device="cuda")[:3]
+    x = oracle.given(2, 4, 2, tokens, keys, dim, device="cuda")[:3]
     poison()
     assert sqnr(oracle.exact(*x, torch.zeros_like(x[0]))[0], forward(x)[3].y) > 20
 
@@ -82,14 +84,3 @@ def test_in_a_cuda_graph_without_waiting():
     with no_waits():
         again = fp8_attention(q.data, k.data, v.data, *scales)
     assert torch.equal(again.y, expected.y)
-
-
-def test_compiled():
-    torch.manual_seed(3)
-    q, k, v, expected = forward(oracle.given(1, 4, 2, 256, 256, device="cuda")[:3])
-
-    @torch.compile(fullgraph=True)
-    def run(*tensors):
-        return fp8_attention(*tensors).y * 1
-
-    assert torch.equal(run(q.data, k.data, v.data, q.scale, k.scale, v.scale), expected.y)

@@ -1,6 +1,7 @@
 """Attention by a recipe: the projections, q k^T and p v in FP8, and the tensors saved for backward."""
 
 import math
+from operator import index
 from typing import Any
 
 import torch
@@ -136,9 +137,14 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 # ---- Causal attention in E4M3 with its gradient (`octavo.ops.fp8_attention`).
 #
-# q, k, v and dy are quantized with one scale each, which is computed from the tensor. cuDNN rounds dq, dk and dv to
-# E4M3 as it writes them, so their scales must be known before. They come from the largest magnitudes of earlier
-# backward passes, with room for `HEADROOM` times as much. For the first pass these magnitudes are estimated:
+# q, k, v and dy are quantized with one scale each, which is computed from the tensor. The keys of a head are quantized
+# without their mean over the tokens, which would take most of the range: it adds one number to all scores of a query,
+# and the softmax does not change (SageAttention: Zhang et al., arXiv:2410.02367). Nor do the gradients: the rows of ds
+# have the sum zero.
+#
+# cuDNN rounds dq, dk and dv to E4M3 as it writes them, so their scales must be known before. They come from the largest
+# magnitudes of earlier backward passes, with room for `HEADROOM` times as much. For the first pass these magnitudes are
+# estimated:
 #
 #     |dq| <= scale * amax(dy) * amax(v) * amax(k)        |dk| the same with amax(q)        |dv| <= 4 * amax(dy)
 
@@ -182,9 +188,9 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Where x is such a view too, it is not copied.
     """
-    by_token = x.transpose(1, 2)
-    found = quantize(by_token.reshape(-1, by_token.shape[2] * by_token.shape[3]), CAST)
-    return found.data.view(by_token.shape).transpose(1, 2), found.scale
+    by_token = x.transpose(1, 2)  # its shape is not read: torch 2.11 would not compile a size that became a constant
+    found = quantize(by_token.flatten(2).flatten(0, 1), CAST)
+    return found.data.view_as(by_token).transpose(1, 2), found.scale
 
 
 def attend_fp8(q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, *, scale: float | None = None) -> Tensor:
@@ -193,14 +199,17 @@ def attend_fp8(q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, *, sc
     q is [B, H, T, D] of float32, bfloat16 or float16; k and v are [B, G, T, D] of its dtype, with H a multiple of G.
     The result is [B, H, T, D], a view of contiguous [B, T, H, D]. `scale` is 1 / sqrt(D) by default.
     """
-    y: Tensor = _Attention.apply(q, k, v, gradients, scale)  # type: ignore[no-untyped-call]
+    dim = index(q.shape[3])  # a constant: in the backward pass PyTorch takes a symbol of it for a stride of dy
+    factor = dim**-0.5 if scale is None else scale
+    y: Tensor = _Attention.apply(q, k, v, gradients, factor)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, scale: float | None) -> Tensor:
-        (q_data, q_scale), (k_data, k_scale), (v_data, v_scale) = (quantize_heads(x) for x in (q, k, v))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, scale: float) -> Tensor:
+        centered = (k - k.mean(2, keepdim=True, dtype=torch.float32)).to(k.dtype)
+        (q_data, q_scale), (k_data, k_scale), (v_data, v_scale) = (quantize_heads(x) for x in (q, centered, v))
         scales = q_scale, k_scale, v_scale
         y, o, stats = fp8_attention(q_data, k_data, v_data, *scales, scale=scale, dtype=q.dtype)
         ctx.gradients, ctx.scale, ctx.dtype = gradients, scale, q.dtype
@@ -214,7 +223,7 @@ class _Attention(torch.autograd.Function):
         gradients: GradientScales = ctx.gradients
         data, dy_scale = quantize_heads(dy)
         dy_amax = dy_scale.view(1) * E4M3.max
-        factor = (q.shape[3] ** -0.5 if ctx.scale is None else ctx.scale) * E4M3.max**2 * v_scale.view(1)
+        factor = ctx.scale * E4M3.max**2 * v_scale.view(1)
         expected = torch.cat((factor * k_scale.view(1), factor * q_scale.view(1), torch.full_like(dy_amax, 4.0)))
         out_scales = gradients.scales(expected * dy_amax)
         operands = data.transpose(1, 2), q, k, v, o, stats, dy_scale, q_scale, k_scale, v_scale, out_scales
@@ -234,9 +243,10 @@ def use_fp8_attention(
 ) -> list[str]:
     """Compute the causal attention of `model` in E4M3, forward and backward, in place.
 
-    It saves q, k, v and the result in a byte an element for the backward pass. Attention with dropout, with a mask
-    (padding), over a cache, or on a GPU over a length that is not a multiple of 128 stays in BF16. The recipe of the
-    linear layers does not matter, and neither does the order with `octavo.convert`.
+    `octavo.convert(model, attention="fp8")` and `octavo train --attention.precision fp8` call this. It saves q, k, v
+    and the result in a byte an element for the backward pass. Attention with dropout, with a mask (padding), over a
+    cache, or on a GPU over a length that is not a multiple of 128 stays in BF16. The recipe of the linear layers does
+    not matter, and neither does the order with `octavo.convert`. `octavo.restore` undoes it too.
 
     Args:
         model: a language model of `octavo.models` or of transformers.
@@ -250,27 +260,29 @@ def use_fp8_attention(
         ValueError: the model has no causal attention that can be replaced, or the GPU, its libraries or the head size
             do not have FP8 attention.
 
-    Example:
-
-        octavo.convert(model, "rowwise")
-        octavo.nn.use_fp8_attention(model)
     """
+    found = find_attention(model, device)
+    place = next(model.parameters()).device
+    for module in found.values():
+        module.fp8_gradients = GradientScales(place, shortest)
+    _choose_attention(model, NAME)
+    mark_saved_inputs(model)
+    return list(found)
+
+
+def find_attention(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Any]:
+    """The modules by name whose attention `use_fp8_attention` would change. It raises a ValueError as that does."""
     found: dict[str, Any] = {name: module for name, module in model.named_modules() if _is_causal_attention(module)}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no causal attention that octavo can compute in FP8: it must be a language "
             "model of octavo.models, or one of transformers that takes an attention (set_attn_implementation)"
         )
-    weight = next(model.parameters())
-    place = weight.device if device is None else torch.device(device)
+    place = next(model.parameters()).device if device is None else torch.device(device)
     for name, module in found.items():
-        if place.type == "cuda" and (limit := fp8_attention_limit(place, module.head_dim)):
+        if place.type == "cuda" and (limit := fp8_attention_limit(place, module.head_dim, training=True)):
             raise ValueError(f"{name}: {limit}. Leave attention in BF16")
-    for module in found.values():
-        module.fp8_gradients = GradientScales(weight.device, shortest)
-    _choose_attention(model, NAME)
-    mark_saved_inputs(model)
-    return list(found)
+    return found
 
 
 def use_bf16_attention(model: nn.Module) -> None:

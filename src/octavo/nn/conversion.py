@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from octavo.nn.attention_layers import GradientScales, MultiheadAttention, input_weights, is_convertible
+from octavo.nn.attention_layers import (
+    GradientScales,
+    MultiheadAttention,
+    find_attention,
+    input_weights,
+    is_convertible,
+    use_bf16_attention,
+    use_fp8_attention,
+)
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossHead, LossModel, find_loss, join_loss
@@ -73,6 +81,7 @@ def convert(
     device: torch.device | str | None = None,
     fuse_loss: bool = False,
     head: HeadRecipe = "bf16",
+    attention: Literal["bf16", "fp8"] = "bf16",
 ) -> Conversion:
     """Change the linear layers of `model` in place into layers that compute by `recipe`.
 
@@ -116,6 +125,8 @@ def convert(
             loss. The recipe "bf16" changes nothing else.
         head: with `fuse_loss`, "rowwise" computes the three products of the head in FP8: faster than "bf16" where the
             vocabulary is large, at a cost in loss that docs/loss.md has.
+        attention: "fp8" computes causal attention in E4M3 too (`octavo.nn.use_fp8_attention`). "bf16" leaves it as it
+            is. `octavo.restore` puts it back into BF16.
 
     Returns:
         The report: which layers were converted, which were skipped and why, the backend of each GEMM, and the
@@ -127,7 +138,7 @@ def convert(
         ValueError: an unknown recipe, a lazy parameter without a shape, a glob of `skip` that matches nothing, no
             linear layer left to convert, a GPU without the GEMMs of the recipe, or a `batch` with which the model
             cannot be traced; with `fuse_loss`, a model whose logits are not the outputs of a linear layer without
-            bias, scaled or capped.
+            bias, scaled or capped; with `attention="fp8"`, what `use_fp8_attention` refuses.
         RuntimeError: the forward pass fails with `batch`.
 
     Example:
@@ -139,6 +150,8 @@ def convert(
     check_initialized(model)
     if head not in get_args(HeadRecipe) or (head != "bf16" and not fuse_loss):
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
+    if attention not in ("bf16", "fp8"):
+        raise ValueError(f"attention must be 'bf16' or 'fp8', got {attention!r}")
     for module in list(model.modules()):
         if isinstance(module, LossModel | LossHead):
             unmix(module)
@@ -158,6 +171,8 @@ def convert(
         _check_backends(rowwise(), gemm_backends(rowwise(), device))
     if not recipe.emulate and not only_if_faster:
         _check_backends(recipe, backends)
+    if attention == "fp8":
+        find_attention(model, device)  # refuses before anything is changed
     forward = None if batch is None else trace_forward(model, batch)
     if recipe.fusable:
         fuse_blocks(model)
@@ -173,6 +188,8 @@ def convert(
     for layer in (*products, *linears, *layers):
         _change(layer, recipe, chosen)
     mark_saved_inputs(model)
+    if attention == "fp8":
+        use_fp8_attention(model, device=device)
     leave_fast_paths(model)
     if loss is not None:
         join_loss(*loss, head)
@@ -212,6 +229,8 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(module, LossHead):
             fused[name] = f"head + loss, {module.options[2]}"
+        elif isinstance(scales := getattr(module, "fp8_gradients", None), GradientScales):
+            fused[name] = f"attention in FP8, of {scales.shortest:,} tokens and more"
         elif isinstance(module, FusedModule) and module.cached_weights() is not None:
             of_norm = f"{type(module.norm).__name__} + {module.extra_repr()}" if isinstance(module, NormLinear) else ""
             fused[name] = of_norm or f"{module.activation} MLP"
@@ -455,6 +474,7 @@ def restore(model: nn.Module) -> list[str]:
                 f"{name} was converted and then parametrized, which changed its class again: call "
                 "torch.nn.utils.parametrize.remove_parametrizations first, and parametrize the restored layer"
             )
+    use_bf16_attention(model)
     modules = list(model.named_modules())
     return [
         name for name, m in modules if restore_layer(m) or restore_experts(m) or _restore_block(m) or _undo_torchao(m)

@@ -244,7 +244,8 @@ class Conversion:
         speedup_source: where the predicted speedups come from; "" without `only_if_faster`.
         experts: one row for each stack of the matrices of experts; its name is that of the parameter.
         expert_backends: the backends of the grouped GEMMs "y", "dx" and "dw" of experts.
-        fused: the names of the modules that quantize in the pass of a norm or activation, each with a description.
+        fused: the names of the modules that quantize in the pass of a norm or activation, or attend in FP8, each with a
+            description.
         slow_experts: why the converted experts are slower than in BF16; "" if they are not known to be.
     """
 

@@ -225,7 +225,8 @@ def _fp8_attention(
     heads: Heads, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     scales = {"q": q_scale.view(1), "k": k_scale.view(1), "v": v_scale.view(1)}
-    values: Any = _by_rows(heads), scales, P_SCALE, scale, dtype
+    rows = Heads(*(x if x.stride(-1) == 1 else x.contiguous() for x in heads))
+    values: Any = rows, scales, P_SCALE, scale, dtype
     if not _runs_cudnn(heads.q) or heads.q.shape[2] == 1:  # cuDNN 9.19 leaves one query to its kernels for Ampere,
         return attend_reference(*values)  # which have no FP8
     from octavo.ops.kernels import attention_fp8 as kernel
@@ -240,7 +241,7 @@ def _fp8_attention_backward(
     named = dict(zip(("q", "k", "v", "dO", "dQ", "dK", "dV"), (s.view(1) for s in scales.unbind()), strict=True))
     named["o"] = named["v"]
     named["dP"] = named["dO"] * named["v"] * (DS_LIMIT * E4M3.max * scale)
-    values: Any = dy.contiguous(), _by_rows(heads), o.contiguous(), stats, named, P_SCALE, scale, dtype
+    values: Any = dy, heads, o, stats, named, P_SCALE, scale, dtype
     if not _runs_cudnn(heads.q):
         return attend_backward_reference(*values)
     tokens, keys = heads.q.shape[2], heads.k.shape[2]
@@ -254,15 +255,10 @@ def _fp8_attention_backward(
     return kernel.attend_backward(*values)
 
 
-def _by_rows(heads: Heads) -> Heads:
-    """The tensors with a last dimension that is contiguous."""
-    return Heads(*(x if x.stride(-1) == 1 else x.contiguous() for x in heads))
-
-
 def _runs_cudnn(q: Tensor) -> bool:
     """True if cuDNN runs the operation: on a GPU; a RuntimeError on a GPU without it."""
     if q.device.type == "cpu":
         return False
-    if limit := fp8_attention_limit(q.device, q.shape[3]):
+    if limit := fp8_attention_limit(q.device, q.shape[3], training=True):
         raise RuntimeError(f"{limit}: take attention in BF16")
     return True

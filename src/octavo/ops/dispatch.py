@@ -320,12 +320,13 @@ def find_int8_backend(device: Place) -> Backend:
 
 GRADIENT_TILE = 128  # tokens: of 200, which it does not divide, cuDNN 9.19 gave dq with 17 dB on an H200, not 21
 HEAD_DIM = 128  # the only one whose gradient Hopper has, and the only one that is faster than BF16
+HEAD_DIMS = (64, HEAD_DIM)  # in training: the gradient of 64 is computed as one of 128
 SHORTEST_PROMPT = 4096  # tokens: with fewer, its attention is faster in BF16 than in FP8 with its casts
 HAS_CUDNN = find_spec("cudnn") is not None  # nvidia-cudnn-frontend; found at import, as Triton is
 
 
 @cache
-def fp8_attention_limit(device: Place, head_dim: int) -> str:
+def fp8_attention_limit(device: Place, head_dim: int, *, training: bool = False) -> str:
     """Why attention with heads of `head_dim` elements does not run in FP8 on `device`; "" if it does.
 
     cuDNN has FP8 attention for Hopper and Blackwell. Only Hopper has been measured. For the architecture of a GPU that
@@ -340,8 +341,10 @@ def fp8_attention_limit(device: Place, head_dim: int) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 9 or major > 10:
             return f"cuDNN has FP8 attention for compute capability 9.0 and 10.0, and this GPU has {major}.{minor}"
-    if head_dim != HEAD_DIM:
-        return f"FP8 attention takes heads of {HEAD_DIM} elements, and these have {head_dim}"
+    if training and head_dim not in HEAD_DIMS:
+        return f"FP8 attention takes heads of 64 and 128 elements, and these have {head_dim}"
+    if not training and head_dim != HEAD_DIM:
+        return f"FP8 attention was measured with heads of {HEAD_DIM} elements alone, and these have {head_dim}"
     if isinstance(device, torch.device) and not HAS_CUDNN:
         return 'FP8 attention needs nvidia-cudnn-frontend: run pip install ".[cudnn]" in the source folder of Octavo'
     return ""

@@ -1,11 +1,12 @@
 """FP8 attention in cuDNN, and the widening of its results as a Triton kernel."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +15,8 @@ from octavo.ops.launching import Heads, allocate, cdiv
 from octavo.ops.registration import launcher
 from octavo.util import import_extra
 
-BLOCK = 4096  # elements of a program
+BLOCK = 4096  # elements of a program that widens
+HEAD_DIM = 128  # the only one whose gradient cuDNN 9.19 has
 
 
 def attend(
@@ -28,8 +30,8 @@ def attend(
     descale_s, scale_s = _constants(q.device, p_scale)
     tensors = heads._asdict() | {f"descale_{name}": scales[name] for name in ("q", "k", "v")}
     tensors |= {"descale_s": descale_s, "scale_s": scale_s, "scale_o": scales["v"].reciprocal()}
-    tensors |= {"o": o, "stats": stats, "amax_s": amax[:1], "amax_o": amax[1:]}
-    run("forward", Shape.of(*heads, scale), tensors)
+    tensors |= {"o": o.transpose(1, 2), "stats": stats.unsqueeze(3), "amax_s": amax[:1], "amax_o": amax[1:]}
+    run("forward", scale, tensors)
     return widen(o, scales["v"], dtype), o, stats
 
 
@@ -43,20 +45,31 @@ def attend_backward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as `attend_backward_reference`, for q, k and v whose last dimension is contiguous, and dy and o over
-    memory of [B, T, H, D]."""
-    q, by_token = heads.q, [(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in heads]
-    gradients = [allocate(q, shape) for shape in by_token]
-    amax, amax_ds = (allocate(q, (size,), torch.float32) for size in (3, 1))
-    descale_s, scale_s = _constants(q.device, p_scale)
-    tensors = heads._asdict() | {"o": o, "dO": dy, "stats": stats, "descale_s": descale_s, "scale_s": scale_s}
+    """Same as `attend_backward_reference`. cuDNN gets heads of 128 elements, the only ones whose gradient it has:
+    narrower ones end in zeros, which change no product."""
+    given = heads._asdict() | {"o": o.transpose(1, 2), "dO": dy.transpose(1, 2)}
+    tensors = {name: _by_token(x) for name, x in given.items()}
+    gradients = [allocate(x, x.transpose(1, 2).shape) for x in (tensors["q"], tensors["k"], tensors["v"])]
+    amax, amax_ds = (allocate(o, (size,), torch.float32) for size in (3, 1))
+    descale_s, scale_s = _constants(o.device, p_scale)
+    tensors |= {"stats": stats.contiguous().unsqueeze(3), "descale_s": descale_s, "scale_s": scale_s}
     tensors |= {f"descale_{name}": scales[name] for name in ("q", "k", "v", "o", "dO", "dP")}
     tensors |= {f"scale_{name}": scales[name].reciprocal() for name in ("dP", "dQ", "dK", "dV")}
-    for i, name in enumerate(("dQ", "dK", "dV")):
-        tensors |= {name: gradients[i], f"amax_{name}": amax[i : i + 1]}
-    run("backward", Shape.of(*heads, scale), {**tensors, "amax_dP": amax_ds})
-    dq, dk, dv = (widen(g, scales[name], dtype) for g, name in zip(gradients, ("dQ", "dK", "dV"), strict=True))
+    names = "dQ", "dK", "dV"
+    for i, name in enumerate(names):
+        tensors |= {name: gradients[i].transpose(1, 2), f"amax_{name}": amax[i : i + 1]}
+    run("backward", scale, {**tensors, "amax_dP": amax_ds})
+    written = [g[..., : o.shape[3]].contiguous() for g in gradients]
+    dq, dk, dv = (widen(g, scales[name], dtype) for g, name in zip(written, names, strict=True))
     return dq, dk, dv, amax
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """x [B, H, T, D] over contiguous memory of [B, T, H, HEAD_DIM], with zeros after its elements."""
+    by_token = x.transpose(1, 2).contiguous()
+    if missing := HEAD_DIM - x.shape[3]:
+        by_token = F.pad(by_token.view(torch.uint8), (0, missing)).view(x.dtype)  # PyTorch pads no E4M3
+    return by_token.transpose(1, 2)
 
 
 @cache
@@ -82,55 +95,56 @@ def _widen_kernel(data_ptr, scale_ptr, result_ptr, count, BLOCK: tl.constexpr):
     tl.store(result_ptr + offs, x.to(result_ptr.dtype.element_ty), mask)
 
 
-# ---- FP8 attention as graphs of cuDNN: each is built at the first call with its shapes, and cached for the thread.
+# ---- FP8 attention as graphs of cuDNN: each is built at the first call with its layouts, and cached for the thread.
 #
-# A graph names its tensors by numbers, their places in `INPUTS` and `OUTPUTS`. A scale in the arguments is what stored
-# numbers are multiplied by, which cuDNN calls `descale`; its `scale` is the inverse.
+# A graph reads and writes at addresses, by the shapes and strides with which it was built. So its key has those of
+# every tensor. It names a tensor by a number: its place among the tensors, from 1. A scale in the arguments is what
+# stored numbers are multiplied by, which cuDNN calls `descale`; its `scale` is the inverse.
 #
 # Source: the operations `sdpa_fp8` and `sdpa_fp8_backward` of nvidia-cudnn-frontend.
 
 
 MOST = 256  # graphs cached at a time; each length of a prompt has its own
-_SCALAR = (1, 1, 1, 1)
+OUTPUTS = {  # of each graph, in the order of cuDNN
+    "forward": ("o", "stats", "amax_s", "amax_o"),
+    "backward": ("dQ", "dK", "dV", "amax_dQ", "amax_dK", "amax_dV", "amax_dP"),
+}
+_SCALAR = ((1, 1, 1, 1), (1, 1, 1, 1))
 _local = threading.local()  # cuDNN's handles and graphs are not shared between threads
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
-class Shape(NamedTuple):
-    """The shapes and strides of q [B, H, T, D], and of k and v [B, G, S, D]; and the factor of q k^T."""
+def run(name: str, scale: float, tensors: Mapping[str, Tensor]) -> None:
+    """Run the graph "forward" or "backward" on the current stream.
 
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    q_stride: tuple[int, ...]
-    k_stride: tuple[int, ...]
-    v_stride: tuple[int, ...]
-    scale: float
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Self:
-        return cls(tuple(q.shape), tuple(k.shape), q.stride(), k.stride(), v.stride(), scale)
-
-
-class _Graph(NamedTuple):
-    graph: Any
-    workspace: int  # bytes
-    numbers: dict[str, int]
-
-
-def run(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
-    """Run the graph "forward" or "backward" of `shape` on the current stream. `tensors` has each input and output."""
+    `tensors` has each input and output by cuDNN's name: [B, H, T, D] of E4M3 with any strides, "stats" [B, H, T, 1],
+    and scalars [1] of float32. `scale` multiplies q k^T.
+    """
     device = tensors["q"].get_device()
     cudnn, handle = _handle(device)
-    graphs: dict[Any, _Graph] = _local.graphs
-    key = name, device, shape
+    layouts = {tensor: layout_of(t) if t.ndim == 4 else _SCALAR for tensor, t in tensors.items()}
+    graphs: dict[Any, tuple[Any, int]] = _local.graphs  # and the bytes of their workspaces
+    key = name, device, scale, *layouts.items()
     found = graphs.get(key)
     if found is None:
         if len(graphs) >= MOST:
             graphs.clear()
-        found = graphs[key] = _build(cudnn, handle, name, shape)
-    workspace = torch.empty(max(found.workspace, 1), dtype=torch.uint8, device=tensors["q"].device)
+        found = graphs[key] = _build(cudnn, handle, name, scale, layouts)
+    graph, size = found
+    workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=tensors["q"].device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    pointers = {found.numbers[tensor]: t.data_ptr() for tensor, t in tensors.items()}
-    found.graph.execute(pointers, workspace.data_ptr(), handle=handle)
+    pointers = {number: t.data_ptr() for number, t in enumerate(tensors.values(), 1)}
+    graph.execute(pointers, workspace.data_ptr(), handle=handle)
+
+
+def layout_of(x: Tensor) -> Layout:
+    """The shape and the strides of x. A dimension of one element, which may have any stride, gets the extent of those
+    after it."""
+    shape, strides = tuple(x.shape), list(x.stride())
+    for i in reversed(range(x.ndim)):
+        if shape[i] == 1:
+            strides[i] = max((shape[j] * strides[j] for j in range(i + 1, x.ndim)), default=1)
+    return shape, tuple(strides)
 
 
 def _handle(device: int) -> tuple[Any, Any]:
@@ -144,84 +158,36 @@ def _handle(device: int) -> tuple[Any, Any]:
     return found
 
 
-def _build(cudnn: Any, handle: Any, name: str, shape: Shape) -> _Graph:
+def _build(cudnn: Any, handle: Any, name: str, scale: float, layouts: Mapping[str, Layout]) -> tuple[Any, int]:
+    types = cudnn.data_type
     graph = cudnn.pygraph(
-        io_data_type=cudnn.data_type.FP8_E4M3,
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
+        io_data_type=types.FP8_E4M3,
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
         handle=handle,
     )
-    numbers = {"forward": _forward, "backward": _backward}[name](cudnn, graph, shape)
+    inputs, written = {}, {}
+    for number, (tensor, (dim, stride)) in enumerate(layouts.items(), 1):
+        dtype = types.FLOAT if tensor == "stats" or dim == _SCALAR[0] else types.FP8_E4M3
+        if tensor in OUTPUTS[name]:
+            written[tensor] = number, dim, stride, dtype
+        else:
+            inputs[tensor] = graph.tensor(dim=dim, stride=stride, data_type=dtype, name=tensor, uid=number)
+    earlier = layouts["k"][0][2] - layouts["q"][0][2]  # query t sees the keys up to t + S - T
+    causal = {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "right_bound": earlier}
+    if name == "forward":
+        results = graph.sdpa_fp8(**inputs, attn_scale=scale, generate_stats=True, **causal)
+    else:
+        results = graph.sdpa_fp8_backward(**inputs, attn_scale=scale, **causal)
+    for tensor, result in zip(OUTPUTS[name], results, strict=True):
+        number, dim, stride, dtype = written[tensor]
+        result.set_output(True).set_dim(dim).set_stride(stride).set_uid(number)
+        result.set_data_type(dtype)
     try:
         graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     except cudnn.cudnnGraphNotSupportedError as error:
         raise RuntimeError(
-            f"cuDNN {cudnn.backend_version_string()} has no {name} pass of FP8 attention for {shape}: take attention "
-            f"in BF16 ({str(error).splitlines()[0]})"
+            f"cuDNN {cudnn.backend_version_string()} has no {name} pass of FP8 attention for {dict(layouts)}: take "
+            f"attention in BF16 ({str(error).splitlines()[0]})"
         ) from error
-    return _Graph(graph, graph.get_workspace_size(), numbers)
-
-
-class _Tensors:
-    """Makes the tensors of a graph by their names, and numbers them. Those without a layout are scalars in float32."""
-
-    def __init__(self, cudnn: Any, graph: Any, shape: Shape) -> None:
-        _, heads, tokens, _ = shape.q
-        self.types, self.graph, self.numbers = cudnn.data_type, graph, dict[str, int]()
-        self.layouts = {"q": (shape.q, shape.q_stride), "k": (shape.k, shape.k_stride), "v": (shape.k, shape.v_stride)}
-        self.layouts |= dict.fromkeys(("o", "dO", "dQ"), (shape.q, _by_token(shape.q)))
-        self.layouts |= dict.fromkeys(("dK", "dV"), (shape.k, _by_token(shape.k)))
-        self.layouts["stats"] = (*shape.q[:3], 1), (heads * tokens, tokens, 1, 1)
-
-    def inputs(self, *names: str) -> dict[str, Any]:
-        made = {}
-        for name in names:
-            dim, stride, dtype, number = self._facts(name)
-            made[name] = self.graph.tensor(dim=dim, stride=stride, data_type=dtype, name=name, uid=number)
-        return made
-
-    def outputs(self, **tensors: Any) -> None:
-        for name, tensor in tensors.items():
-            dim, stride, dtype, number = self._facts(name)
-            tensor.set_output(True).set_dim(dim).set_stride(stride).set_uid(number)
-            tensor.set_data_type(dtype)
-
-    def _facts(self, name: str) -> tuple[Any, Any, Any, int]:
-        dim, stride = self.layouts.get(name, (_SCALAR, _SCALAR))
-        in_float32 = name == "stats" or name not in self.layouts
-        number = self.numbers.setdefault(name, len(self.numbers) + 1)
-        return dim, stride, self.types.FLOAT if in_float32 else self.types.FP8_E4M3, number
-
-
-def _forward(cudnn: Any, graph: Any, shape: Shape) -> dict[str, int]:
-    """o [B, H, T, D] over memory of [B, T, H, D], and stats [B, H, T, 1]."""
-    tensors = _Tensors(cudnn, graph, shape)
-    scales = "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"
-    o, stats, amax_s, amax_o = graph.sdpa_fp8(
-        **tensors.inputs("q", "k", "v", *scales), generate_stats=True, attn_scale=shape.scale, **_causal(cudnn, shape)
-    )
-    tensors.outputs(o=o, stats=stats, amax_s=amax_s, amax_o=amax_o)
-    return tensors.numbers
-
-
-def _backward(cudnn: Any, graph: Any, shape: Shape) -> dict[str, int]:
-    """dq, dk and dv, over memory of [B, T, H, D]. dO and o lie so too."""
-    tensors = _Tensors(cudnn, graph, shape)
-    scales = [f"descale_{name}" for name in ("q", "k", "v", "o", "dO", "s", "dP")]
-    scales += ["scale_s", "scale_dQ", "scale_dK", "scale_dV", "scale_dP"]
-    inputs = tensors.inputs("q", "k", "v", "o", "dO", "stats", *scales)
-    dq, dk, dv, *amax = graph.sdpa_fp8_backward(**inputs, attn_scale=shape.scale, **_causal(cudnn, shape))
-    tensors.outputs(dQ=dq, dK=dk, dV=dv)
-    tensors.outputs(**dict(zip(("amax_dQ", "amax_dK", "amax_dV", "amax_dP"), amax, strict=True)))
-    return tensors.numbers
-
-
-def _causal(cudnn: Any, shape: Shape) -> dict[str, Any]:
-    """The mask: query t sees the keys up to t + S - T."""
-    return {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "right_bound": shape.k[2] - shape.q[2]}
-
-
-def _by_token(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of [B, H, T, D] over memory of [B, T, H, D]."""
-    _, heads, tokens, dim = shape
-    return tokens * heads * dim, dim, heads * dim, 1
+    return graph, graph.get_workspace_size()
