@@ -57,13 +57,14 @@ FP32, BF16, FP8 = 4.0, 2.0, 1.0
 @dataclass(frozen=True)
 class States:
     """Bytes of a parameter: its weight, gradient, AdamW's two moments, and copies of a linear layer's weight for FP8
-    GEMMs. If `offloaded`, the CPU's memory has all but the copies."""
+    GEMMs. If `offloaded`, the CPU's memory has all but the copies; `resident` ones stay on the GPU."""
 
     weight: float
     gradient: float
     moments: float
     copies: float = 0.0
     offloaded: bool = False
+    resident: bool = False
 
     @property
     def total(self) -> float:
@@ -85,7 +86,9 @@ def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) 
     """The states that `octavo train` has with these settings."""
     gradient = optimizer.weight_bytes if accumulate == 1 else FP32
     copies = FP8 if recipe.repeatable_w is not None else 0.0  # of `octavo.scales.cast_once`
-    return States(optimizer.weight_bytes, gradient, optimizer.moment_bytes, copies, optimizer.offload)
+    host = optimizer.masters == "host"
+    copies = copies or (FP8 if recipe.scales_by_history else BF16) if host else copies
+    return States(optimizer.weight_bytes, gradient, optimizer.moment_bytes, copies, optimizer.on_host, resident=host)
 
 
 def own_states() -> dict[str, States]:
@@ -97,7 +100,9 @@ def own_states() -> dict[str, States]:
         "octavo, also optimizer.weights = bf16": OptimizerSettings(state="8bit", weights="bf16"),
         "octavo, optimizer.offload": OptimizerSettings(offload=True),
     }
-    return {name: states_of(settings, recipe, accumulate=1) for name, settings in ways.items()}
+    found = {name: states_of(settings, recipe, accumulate=1) for name, settings in ways.items()}
+    host = states_of(OptimizerSettings(masters="host"), get_recipe("rowwise"), accumulate=1)
+    return found | {"octavo rowwise, optimizer.masters = host": host}
 
 
 # ---- The setup.

@@ -47,14 +47,17 @@ from octavo.nn.module_tools import is_weight
 from octavo.scales import seed_scales, update_scales
 from octavo.train import processes, saving, step_metrics
 from octavo.train.config import Config, ConfigError, check_effects, refuse, settings_of, write_settings
+from octavo.train.host_masters import HostAdamW, HostMasters
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
+    CPU,
     add_adapters,
     allow_compilations,
     check_folder,
     check_memory,
     check_vocabulary,
     eager,
+    find_blocks,
     is_packed,
     make_meta_model,
     make_trained_model,
@@ -152,6 +155,7 @@ class Trainer:
                 if logs or evaluates or saves or state.step % CHECK_EVERY == 0:
                     if state.device.type == "cuda":
                         torch.cuda.synchronize(state.device)  # the clock counts the steps that the GPU still computes
+                    state.wait()
                     with clock.paused():
                         went_back = supervisor.check()
                     if went_back:
@@ -172,12 +176,13 @@ class Trainer:
         if self.watch is not None and self.watch.done != state.step:  # a step is repeated
             self.watch.go_back(state.step)
         set_learning_rate(state.optimizer, learning_rate(state.step, config))
-        loss = self.passes(state.step)
+        loss = self.passes(state.step, update=True)
         state.scaler.unscale_(state.optimizer)
         if self.watch is not None:
             self.watch.read_gradients()  # before they are clipped
         trained = (p for group in state.optimizer.param_groups for p in group["params"])
-        norm = clip_gradients(trained, config.clip or math.inf)
+        limit = config.clip or math.inf
+        norm = clip_gradients(trained, limit) if state.hosted is None else state.hosted.clip(limit)
         scale = state.scaler.get_scale()
         norm = self.recent.update(state.optimizer, state.scaler, norm)
         state.scaler.update()
@@ -191,31 +196,34 @@ class Trainer:
         self.recent.note(state.step, loss, norm)
         return loss, norm
 
-    def passes(self, step: int) -> Tensor:
-        """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim."""
-        config, state = self.config, self.state
+    def passes(self, step: int, *, update: bool = False) -> Tensor:
+        """The passes after `step` steps, which an `update` follows: the mean loss of this rank's sequences, 0-dim."""
+        config, state, sampled = self.config, self.state, self.watch is not None and self.watch.samples
         self.model.train()
         total = torch.zeros((), device=state.device)
         first = self.actions.batch(step) * config.accumulate
-        for micro in range(config.accumulate):
-            loss = self._loss(*self.training.at(first + micro))
-            state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        with state.on_device(beside=update and not sampled):
+            for micro in range(config.accumulate):
+                loss = self._loss(*self.training.at(first + micro))
+                state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         return total / config.accumulate
 
     def evaluate(self) -> float:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
         count, precision = self.config.evaluate_batches, self.config.precision
-        loss, _ = mean_loss(
-            self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
-        )
+        with self.state.on_device():
+            loss, _ = mean_loss(
+                self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
+            )
         return float(processes.mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
-        with eager(), own_random(self.state.device), autocast(self.config.precision, self.state.device):
+        device, precision = self.state.device, self.config.precision
+        with self.state.on_device(), eager(), own_random(device), autocast(precision, device):
             stream = TextStream(self.data.tokenizer, self.data.tokenizer.encode("\n"))
             steps = Engine(self.model, context=self.config.context).generate([stream.ids], count, Sampling(seed=0))
             pieces = (stream.add(token) for [token] in steps if token is not None)
@@ -261,7 +269,7 @@ class Trainer:
         """The dtypes on one sequence, in evaluation mode, in which scale histories do not change."""
         self.model.eval()
         inputs, targets = self.validation.at(0)
-        with eager(), own_random(self.state.device):
+        with self.state.on_device(), eager(), own_random(self.state.device):
             return step_metrics.observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
 
     def _evaluate_and_sample(self, metrics: step_metrics.Metrics) -> float:
@@ -457,8 +465,7 @@ def prepare_run(
             f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
         )
     validation = Batches(corpus.validation, config.context, config.batch, None, share)
-    storage = torch.device("cpu") if config.optimizer.offload else device
-    check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
+    check_memory(config, vocabulary, CPU if config.optimizer.on_host else device, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with processes.same_outcome():
             described = add_adapters(make_meta_model(config, vocabulary, run.model), config)
@@ -479,7 +486,11 @@ def prepare_run(
     if made.gathered is not None:
         processes.print_line(console, str(made.gathered))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    state = saving.TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
+    optimizer = make_optimizer(made.model, config)
+    state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint)
+    if isinstance(optimizer, HostAdamW):
+        state.hosted = HostMasters(made.model, find_blocks(made.model), optimizer, device, config)
+        lock.callback(state.hosted.close)
     actions = run.read_actions()
     return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
 

@@ -31,6 +31,7 @@ from torch import nn
 
 from octavo.checkpoint.folder import WriteError
 from octavo.nn.module_tools import check_module
+from octavo.nn.parallel_weights import device_of
 from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear, combine_all
 from octavo.observation.operands import BRIEF, Sampling
 from octavo.watching.records import (
@@ -125,7 +126,7 @@ class Watch:
         if folder is not None and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             self._writer = WatchWriter(Path(folder), self.layers, interval=interval, limit=limit, resumed_at=resumed_at)
             interval = self._writer.interval
-        self._device = _device_of(model)
+        self._device = device_of(next(model.parameters()))
         layers.attach(self._device)
         self._weights = WeightStatistics(model, layers, rows, self._device)
         self._experts = [(place, observer.experts) for place, observer in layers.experts]
@@ -141,6 +142,11 @@ class Watch:
         self._new: deque[Sample] = deque(maxlen=_KEPT)
         self._closed = False
         self._begin(full=True, brief=True)
+
+    @property
+    def samples(self) -> bool:
+        """True if the step that runs has a sample, for which the watch reads the weights that it leaves."""
+        return self._full or self._brief
 
     def step(self) -> None:
         """End a training step, after the step of the optimizer. A ValueError if the watch is closed."""
@@ -314,12 +320,3 @@ class Watch:
 
 
 watch = Watch  # in a program, `octavo.watch(model)`
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """That of the first parameter; of weights that are kept on the host, and computed with on a GPU, the GPU."""
-    parameter = next(model.parameters())
-    if hasattr(parameter, "device_mesh"):
-        kind = parameter.device_mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    return parameter.device
