@@ -89,7 +89,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_of_its_layer(begin, cli
     layer.register_full_backward_pre_hook(lambda module, grads: (grads[0] * torch.inf,))
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     _, norm = trainer.step()
-    trainer.state.wait()
+    trainer.state.hosted.wait()
     assert not norm.isfinite()
     kept = [name for name, p in trainer.model.named_parameters() if torch.equal(p, before[name])]
     assert (len(kept) == len(before)) == bool(clip)
@@ -105,7 +105,7 @@ def test_an_error_of_a_thread_ends_the_step(begin, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             trainer.step()
     with pytest.raises(ZeroDivisionError):
-        trainer.state.wait()
+        trainer.state.hosted.wait()
     trainer.lock.close()
 
 

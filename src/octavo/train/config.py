@@ -226,7 +226,6 @@ class OptimizerSettings:
 
     @property
     def on_host(self) -> bool:
-        """True if the CPU's memory has weights and moments."""
         return self.offload or self.masters == "host"
 
     @property
@@ -482,15 +481,6 @@ def refuse(config: Config, *rows: Refusal) -> None:
             raise ConfigError(f"{name} {attrgetter(name)(config)} requires {required}; got {got}: {remedy}")
 
 
-_BESIDE_HOST = {  # what settings may be beside masters on the host
-    "precision": ("bf16", "fp32"),
-    "optimizer.weights": ("fp32",),
-    "optimizer.state": ("fp32",),
-    "optimizer.offload": (False,),
-    "lora": (0,),
-}
-
-
 def _check(config: Config) -> None:
     names, built_in = ", ".join(BUILT_IN_MODELS), config.model in BUILT_IN_MODELS
     # A bare word that is no folder is a misspelt name. A path is left to who opens it: the settings of a finished
@@ -502,7 +492,7 @@ def _check(config: Config) -> None:
         by_history = config.recipe != "auto" and get_recipe(config.recipe).scales_by_history
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    model, steps, hosts = f"model {config.model}", config.decay_steps, config.optimizer.masters == "host"
+    model, steps = f"model {config.model}", config.decay_steps
     of_steps = "steps" if "decay_steps" in config.derived else "decay_steps"
     idle = [name for name, value in vars(config.experts).items() if value != getattr(ExpertSettings, name)]
     refuse(
@@ -521,8 +511,10 @@ def _check(config: Config) -> None:
          "give --model FOLDER, or leave lora out"),
         *((name, config.lora and attrgetter(name)(config), "a run that trains all weights", f"lora {config.lora}",
            "leave one out") for name in ("calibration", "optimizer.offload")),
-        *(("optimizer.masters", hosts and attrgetter(name)(config) not in known, f"{name} {known[0]}",
-           attrgetter(name)(config), "leave one out") for name, known in _BESIDE_HOST.items()),
+        *(("optimizer.masters", config.optimizer.masters == "host" and attrgetter(name)(config) not in known,
+           f"{name} {known[0]}", attrgetter(name)(config), "leave one out") for name, *known in (
+            ("precision", "bf16", "fp32"), ("optimizer.weights", "fp32"), ("optimizer.state", "fp32"),
+            ("optimizer.offload", False), ("lora", 0))),
         ("min_learning_rate", config.min_learning_rate > config.learning_rate, "a learning_rate as large",
          f"learning_rate {config.learning_rate}", "lower it"),
         ("warmup", config.warmup >= steps, f"more {of_steps}", f"{of_steps} {steps}", "lower it"),

@@ -489,7 +489,7 @@ def make_trained_model(
         return TrainedModel(model, loss, report)
     fp8 = report is not None and bool(report.converted) and report.recipe.quantized
     gathered = parallelize(model, config, mesh, fp8=fp8)
-    _materialize(model, device, CPU if config.optimizer.on_host else device)
+    _materialize(model, device, torch.device("cpu") if config.optimizer.offload else device)
     if not resumed:  # the checkpoint of a resumed run has the weights
         _fill(model, weights)
     torch.manual_seed(config.seed + 1 + degrees.share(rank())[0])  # dropout differs where the sequences do

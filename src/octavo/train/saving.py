@@ -69,15 +69,7 @@ class TrainState:
     step: int = 0
     skipped_steps: int = 0
     hosted: Any = None  # the `HostMasters` of a run with optimizer.masters = "host"
-
-    def on_device(self, *, beside: bool = False) -> AbstractContextManager[None]:
-        """A block within which the model computes: as `HostMasters.on_device`, if the run has one."""
-        return nullcontext() if self.hosted is None else self.hosted.on_device(beside=beside)
-
-    def wait(self) -> None:
-        """Wait for updates that the CPU still computes."""
-        if self.hosted is not None:
-            self.hosted.wait()
+    on_device: Callable[..., AbstractContextManager[Any]] = nullcontext  # within the block the model computes
 
 
 # ---- Reading a checkpoint.
@@ -255,7 +247,9 @@ class HostCopy(DefaultSavePlanner):
         for name, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self._copies:
-                self._copies[name] = self._empty_for(local)
+                copy = self._copies[name] = torch.empty(local.shape, dtype=local.dtype)
+                if local.is_cuda and copy.numel():
+                    self._pinned.append(pin(copy))
             self._copies[name].copy_(local, non_blocking=True)
         if self._pinned:
             torch.cuda.synchronize()
@@ -268,12 +262,6 @@ class HostCopy(DefaultSavePlanner):
         for copy in self._pinned:
             unpin(copy)
         self._pinned, self._copies = [], {}
-
-    def _empty_for(self, local: Tensor) -> Tensor:
-        copy = torch.empty(local.shape, dtype=local.dtype)
-        if local.is_cuda and copy.numel():
-            self._pinned.append(pin(copy))
-        return copy
 
 
 # ---- The weights of a checkpoint: all, or the adapters around frozen ones, in the files that PEFT opens.

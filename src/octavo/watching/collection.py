@@ -85,6 +85,7 @@ class Watch:
         interval: the steps between full samples now.
         check_interval: the steps between brief samples.
         done: the steps of the optimizer that are done.
+        samples: whether the step that runs has a sample, for which the watch reads the weights that it leaves.
         listeners: called with each full sample, a step after it was taken, in the thread of the training.
 
     Raises:
@@ -143,18 +144,13 @@ class Watch:
         self._closed = False
         self._begin(full=True, brief=True)
 
-    @property
-    def samples(self) -> bool:
-        """True if the step that runs has a sample, for which the watch reads the weights that it leaves."""
-        return self._full or self._brief
-
     def step(self) -> None:
         """End a training step, after the step of the optimizer. A ValueError if the watch is closed."""
         if self._closed:
             raise ValueError("the watch is closed: call step inside its with block, or make another watch")
         self.done += 1
         self._receive()
-        if self._full or self._brief:
+        if self.samples:
             self._pending = self._thread.submit(self._end(self.done))
         self._begin_next()
 
@@ -225,7 +221,7 @@ class Watch:
 
     def _begin(self, *, full: bool, brief: bool) -> None:
         """Decide which samples the step that comes next has."""
-        self._full, self._brief = full, brief
+        self._full, self._brief, self.samples = full, brief, full or brief
         if (full or brief) and self._tables:
             torch._foreach_copy_(self._tables, self._cleared)
         self._weights.begin(active=full)
