@@ -240,7 +240,7 @@ def cast_once(model: nn.Module) -> Iterator[None]:
         ...         optimizer.zero_grad()
     """
     check_module(model, "cast_once")
-    caches = _caches(model)
+    caches = cached_stacks(model)
 
     def refresh_after_step(optimizer: Optimizer, *_: Any) -> None:
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -289,7 +289,7 @@ def _fill(caches: Sequence[CachedStack]) -> None:
             cache.store(q, [linear.weight for linear in linears])
 
 
-def _caches(model: nn.Module) -> list[CachedStack]:
+def cached_stacks(model: nn.Module) -> list[CachedStack]:
     """The caches to fill, with layers and casts: stacks first, then other layers; none that FSDP manages."""
     caches: list[CachedStack] = []
     taken = {id(layer) for module in model.modules() if is_fsdp_module(module) for layer in module.modules()}

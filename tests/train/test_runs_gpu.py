@@ -169,7 +169,7 @@ def measured_offload(spawn, records, tmp_path):
     """measured(name, **settings): the losses of a run and the peak of its memory in bytes a parameter."""
 
     def run(name, **settings):
-        process = spawn(**RUN, out=str(tmp_path / name), **settings)
+        process = spawn(**RUN | settings, out=str(tmp_path / name))
         _, error = process.communicate(timeout=HANG)
         assert process.returncode == 0, error
         peak = max(records(tmp_path / name, "peak_memory").values())
@@ -179,14 +179,27 @@ def measured_offload(spawn, records, tmp_path):
 
 
 @pytest.mark.gpu
-def test_weights_gradients_and_moments_leave_the_gpu(measured_offload):
+@pytest.mark.parametrize("optimizer", [{"offload": True}, {"masters": "host"}])
+def test_weights_gradients_and_moments_leave_the_gpu(measured_offload, optimizer):
     losses, peak = measured_offload("plain")
-    moved, low = measured_offload("offload", optimizer={"offload": True})
+    moved, low = measured_offload("offload", optimizer=optimizer)
     assert moved == pytest.approx(losses, rel=1e-3)  # AdamW runs on the CPU
     assert 16 < peak < 22  # weight, gradient and two moments in FP32, and the BF16 copies of the weights
-    # Left: BF16 copies of the weights, which autocast saves for backward, and FP32 weights and gradients of 2 to 3 of 8
+    # Left: BF16 copies of the weights, and with offload FP32 weights and gradients of 2 to 3 of 8
     # blocks. The peak without offloading is at the end of backward, where the copies are gone.
     assert peak - low > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "chosen", [{"clip": 0.0}, {"accumulate": 3}, {"recipe": "delayed", "watch": {"interval": 2}}, {"clip": 0.1}]
+)
+def test_masters_on_the_host_give_the_losses_of_the_gpu(measured_offload, chosen):
+    """A copy that begins too early, or memory that is written while a copy reads it, gives others."""
+    settings = {"recipe": "rowwise", "steps": 12, "log_every": 1} | chosen
+    losses, _ = measured_offload("plain", **settings)
+    moved, _ = measured_offload("host", **settings, optimizer={"masters": "host"})
+    assert moved == pytest.approx(losses, rel=1e-3)
 
 
 @pytest.mark.gpu

@@ -43,7 +43,9 @@ def test_a_number_that_is_not_finite_is_found_between_logs_with_its_layer_and_st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"recipe": "rowwise"}, {"recipe": "delayed", "optimizer": {"state": "8bit"}}])
+@pytest.mark.parametrize(
+    "options", [{}, {"recipe": "delayed", "optimizer": {"state": "8bit"}}, {"optimizer": {"masters": "host"}}]
+)
 @pytest.mark.usefixtures("eager")
 def test_the_layer_is_promoted_and_its_step_repeated(begin, records, options, tmp_path):
     """No step has used the bad gradient: the run is one in which the layer is promoted before that step."""

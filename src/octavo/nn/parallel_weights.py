@@ -20,6 +20,15 @@ def local_part(t: Any) -> Tensor:
     return part
 
 
+def device_of(p: Any) -> torch.device:
+    """The device that computes with a parameter. FSDP2, or a run with masters on the host, may keep it elsewhere."""
+    if hasattr(p, "device_mesh"):
+        kind = p.device_mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    device: torch.device = getattr(p, "computing_device", p.device)
+    return device
+
+
 # ---- The unsharded weight of a layer, as `octavo.distributed.fp8_all_gather` makes FSDP2 gather it: quantized.
 #
 # FSDP2 registers it as the layer's parameter while the layer runs. To autograd it is a tensor [N, K] of the parameter's

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from octavo.nn.conversion_report import find_coverage
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import computes_linearly, is_conv1d, is_fsdp_module, is_of_library, shape_of
-from octavo.nn.parallel_weights import ParallelLinear
+from octavo.nn.parallel_weights import ParallelLinear, device_of
 from octavo.numerics.formats import NARROW_FORMATS
 from octavo.ops.dispatch import gemm_backends
 from octavo.ops.registration import FLOATS
@@ -191,7 +191,7 @@ def e5m2_gradients(layer: Any) -> Recipe | None:
     if not isinstance(layer, RecipeLayer) or recipe.dy is None or not recipe.dy.format.startswith("e4m3"):
         return None
     wider = replace(recipe, name=f"{recipe.name}_e5m2", dx=_in_e5m2(recipe.dx), dw=_in_e5m2(recipe.dw))
-    backends = gemm_backends(wider, next(layer.parameters()).device).values()
+    backends = gemm_backends(wider, device_of(next(layer.parameters()))).values()
     return wider if recipe.emulate or all(backend.name != "none" for backend in backends) else None
 
 

@@ -58,9 +58,10 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
     unreduced = unreduced if setup.sharded else 0.0
     w = setup.recipe.w  # FSDP2 gathers the bytes of weights by row or tensor anew for the backward pass
     gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
+    held = states.resident or not (states.offloaded or gathered)
     parts = {
-        "weights": on_gpu * states.weight,
-        "fp8_copies": 0.0 if states.offloaded or gathered else states.copies * model.block_weights / ways,
+        "weights": (own - model.block_weights / ways if states.resident else on_gpu) * states.weight,
+        "fp8_copies": states.copies * model.block_weights / ways if held else 0.0,
         "gradients": on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
         "optimizer": on_gpu * states.moments,
         "activations": saved if start else first,

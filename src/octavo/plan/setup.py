@@ -16,6 +16,7 @@ from octavo.plan.model_shape import Architecture, Attention, Block
 from octavo.rates.measured import Gpu, Shape, product_origin
 from octavo.recipe import Recipe, get_recipe
 from octavo.train.config import Config, OptimizerSettings
+from octavo.train.host_masters import reads_bytes
 from octavo.train.processes import Degrees, find_degrees
 
 # ---- The GEMMs that a recipe runs on the GPU of a plan, by the table that decides on a machine too.
@@ -57,13 +58,14 @@ FP32, BF16, FP8 = 4.0, 2.0, 1.0
 @dataclass(frozen=True)
 class States:
     """Bytes of a parameter: its weight, gradient, AdamW's two moments, and copies of a linear layer's weight for FP8
-    GEMMs. If `offloaded`, the CPU's memory has all but the copies."""
+    GEMMs. If `offloaded`, the CPU's memory has all but the copies; `resident` ones stay on the GPU."""
 
     weight: float
     gradient: float
     moments: float
     copies: float = 0.0
     offloaded: bool = False
+    resident: bool = False
 
     @property
     def total(self) -> float:
@@ -85,19 +87,22 @@ def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) 
     """The states that `octavo train` has with these settings."""
     gradient = optimizer.weight_bytes if accumulate == 1 else FP32
     copies = FP8 if recipe.repeatable_w is not None else 0.0  # of `octavo.scales.cast_once`
-    return States(optimizer.weight_bytes, gradient, optimizer.moment_bytes, copies, optimizer.offload)
+    if host := optimizer.masters == "host":
+        copies = FP8 if reads_bytes(recipe) else FP32 if recipe.quantized else BF16
+    return States(optimizer.weight_bytes, gradient, optimizer.moment_bytes, copies, optimizer.on_host, resident=host)
 
 
 def own_states() -> dict[str, States]:
     """Ways to train in `octavo train` that differ in their states, from the default to the smallest."""
-    recipe = Recipe("bf16")
     ways = {
         "octavo, default": OptimizerSettings(),
         "octavo, optimizer.state = 8bit": OptimizerSettings(state="8bit"),
         "octavo, also optimizer.weights = bf16": OptimizerSettings(state="8bit", weights="bf16"),
         "octavo, optimizer.offload": OptimizerSettings(offload=True),
+        "octavo rowwise, optimizer.masters = host": OptimizerSettings(masters="host"),
     }
-    return {name: states_of(settings, recipe, accumulate=1) for name, settings in ways.items()}
+    recipes = {name: get_recipe("rowwise" if "rowwise" in name else "bf16") for name in ways}
+    return {name: states_of(settings, recipes[name], accumulate=1) for name, settings in ways.items()}
 
 
 # ---- The setup.

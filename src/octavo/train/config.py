@@ -220,6 +220,13 @@ class OptimizerSettings:
     offload: bool = setting(
         False, "hold weights and moments in the CPU's memory, and update them there; the GPU has the weights of a block"
     )
+    masters: str = setting(
+        "device", "host: the CPU holds FP32 weights and moments, the GPU the bytes of FP8", choices=("device", "host")
+    )
+
+    @property
+    def on_host(self) -> bool:
+        return self.offload or self.masters == "host"
 
     @property
     def weight_bytes(self) -> float:
@@ -504,6 +511,10 @@ def _check(config: Config) -> None:
          "give --model FOLDER, or leave lora out"),
         *((name, config.lora and attrgetter(name)(config), "a run that trains all weights", f"lora {config.lora}",
            "leave one out") for name in ("calibration", "optimizer.offload")),
+        *(("optimizer.masters", config.optimizer.masters == "host" and attrgetter(name)(config) not in known,
+           f"{name} {known[0]}", attrgetter(name)(config), "leave one out") for name, *known in (
+            ("precision", "bf16", "fp32"), ("optimizer.weights", "fp32"), ("optimizer.state", "fp32"),
+            ("optimizer.offload", False), ("lora", 0))),
         ("min_learning_rate", config.min_learning_rate > config.learning_rate, "a learning_rate as large",
          f"learning_rate {config.learning_rate}", "lower it"),
         ("warmup", config.warmup >= steps, f"more {of_steps}", f"{of_steps} {steps}", "lower it"),

@@ -14,17 +14,9 @@ from octavo.inference.opening import OpenedModel, open_model
 from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
 from octavo.models.decoder import logits_of
 from octavo.models.tokenizer import Batches, build_corpus, load_tokenizer
+from octavo.train import model as models
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST
-from octavo.train.model import (
-    cast_weights,
-    convert_model,
-    make_meta_model,
-    make_model,
-    open_data,
-    positions_of,
-    prepare_blocks,
-)
 from octavo.train.saving import load_model
 from octavo.train.settings import known_vocabulary, load_config, read_settings
 from octavo.train.supervision import apply_promotions
@@ -48,8 +40,8 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Opene
     checkpoint = run.chosen(step)
     config = read_settings(run)
     tokenizer = load_tokenizer(run.model)
-    model = make_model(config, tokenizer.vocabulary_size, run.model, place).to(place)
-    convert_model(model, config)
+    model = models.make_model(config, tokenizer.vocabulary_size, run.model, place).to(place)
+    models.convert_model(model, config)
     step = run.step_of(checkpoint)
     apply_promotions(model, (each for each in run.read_actions().promotions if each.step <= step))
     load_model(checkpoint, model)
@@ -65,7 +57,7 @@ def held_out(path: Path, opened: OpenedModel) -> tuple[Batches, int, ReadReport]
     config = read_settings(run)
     if config.context > opened.context:
         raise ValueError(f"the run {path} has sequences of {config.context} tokens, the model sees {opened.context}")
-    _, reading = open_data(config, run.model)
+    _, reading = models.open_data(config, run.model)
     corpus = build_corpus(reading.texts, opened.tokenizer, config.context, config.validation_fraction)
     return Batches(corpus.validation, config.context, config.batch, None), config.evaluate_batches, reading.report
 
@@ -83,10 +75,10 @@ def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
     config, saved = _read(source, changes)
     known = load_tokenizer(saved).vocabulary_size if saved.exists() else known_vocabulary(config)
     vocabulary = known or _LLAMA_3  # where nobody knows it: the dtypes do not depend on it
-    model = make_meta_model(config, vocabulary, saved)
-    model = cast_weights(model.train(), config)
-    convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
-    prepare_blocks(model, config.change(**{"compile.blocks": False}))
+    model = models.make_meta_model(config, vocabulary, saved)
+    model = models.cast_weights(model.train(), config)
+    models.convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
+    models.prepare_blocks(model, config.change(**{"compile.blocks": False}))
     tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device="meta")
     return dtype_flow(model, tokens, autocast=AUTOCAST.get(config.precision), loss=_next_token_loss)
 
@@ -105,7 +97,7 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
         return read_settings(RunFolder(source)).change(**changes), RunFolder(source).model
     folder = source.parent if source.name == "config.json" else source
     if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
-        context = min(positions_of(folder), _LONGEST)
+        context = min(models.positions_of(folder), _LONGEST)
         return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
     if source.is_dir():
         raise ArtifactError(f"{source}/config.json names no model_type: give {RUN_OR_MODEL}")

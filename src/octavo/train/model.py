@@ -474,7 +474,7 @@ def make_trained_model(
         resumed = saved.exists()  # asked here, since rank 0 writes the folder of a new run when it is ready
         weights: dict[str, Any] = {}
         if mesh is None:
-            model = make_model(config, vocabulary, saved, device).to(device)
+            model = make_model(config, vocabulary, saved, device).to(CPU if config.optimizer.on_host else device)
         elif config.model in BUILT_IN_MODELS:
             with torch.device("meta"), OneProcessDraws():  # type: ignore[no-untyped-call]
                 model = make_model(config, vocabulary, saved)
@@ -483,7 +483,7 @@ def make_trained_model(
                 weights = open_language_model(config, saved).state_dict()
             model = cast_weights(describe_language_model(config, saved), config)
         loss = make_loss(config, model)
-        report = convert_model(model, config, None if mesh is None else device, degrees.data)
+        report = convert_model(model, config, device if divided or config.optimizer.on_host else None, degrees.data)
     if mesh is None:
         prepare_blocks(model, config)
         return TrainedModel(model, loss, report)

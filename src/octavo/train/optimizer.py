@@ -23,6 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from octavo.nn.parallel_weights import local_part
 from octavo.train.config import MOMENT_BLOCK, Config
+from octavo.train.host_masters import HostAdamW
 from octavo.train.processes import mean_of_ranks, whole
 from octavo.util import import_extra
 
@@ -43,7 +44,8 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     kind, rounds = config.optimizer.state, config.optimizer.weights == "bf16"
     optimizer: torch.optim.Optimizer
     if kind == "fp32" and not rounds:
-        optimizer = _LocalAdamW(groups, fused=True, **common)
+        adamw = HostAdamW if config.optimizer.masters == "host" else _LocalAdamW
+        optimizer = adamw(groups, fused=True, **common)
     else:
         purpose = "weights in BF16 and moments in eight bits need an optimizer of torchao"
         torchao = import_extra("torchao.optim", "optim", purpose)

@@ -322,6 +322,8 @@ def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> No
          f"give --batch {-(-config.batch // shares) * shares}"),
         ("lora", config.lora and several, "one process, for frozen weights are not divided", degrees.processes,
          "start it without torchrun, or leave lora out"),
+        ("optimizer.masters", config.optimizer.masters == "host" and several, "one process", degrees.processes,
+         "give --optimizer.offload, or start it without torchrun"),
         ("precision", config.precision == "fp16" and several, "one process, whose loss scale it has",
          degrees.processes, "use bf16"),
         ("sample", config.sample and tp > 1, "parallel.tp 1, for tp divides each sequence", f"tp {tp}",
@@ -352,6 +354,16 @@ def unit_size(parameters: int) -> int:
 
 
 # ---- The memory of the device that a run trains on.
+
+
+def pin(t: Tensor) -> Tensor:
+    """Pin the memory of a tensor of the CPU until `unpin`: empty(pin_memory=True) takes up to twice its bytes."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0))  # type: ignore[no-untyped-call]
+    return t
+
+
+def unpin(t: Tensor) -> None:
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(t.data_ptr()))  # type: ignore[no-untyped-call]
 
 
 def peak_memory(device: torch.device) -> int:

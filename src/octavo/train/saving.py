@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -50,7 +50,7 @@ from octavo.checkpoint.folder import (
 )
 from octavo.scales import load_scale_state, scale_state
 from octavo.train.optimizer import optimizer_state
-from octavo.train.processes import rank, same_outcome, world_size
+from octavo.train.processes import pin, rank, same_outcome, unpin, world_size
 from octavo.util import check_kinds
 from octavo.version import __version__
 
@@ -68,6 +68,8 @@ class TrainState:
     fingerprint: str
     step: int = 0
     skipped_steps: int = 0
+    hosted: Any = None  # the `HostMasters` of a run with optimizer.masters = "host"
+    on_device: Callable[..., AbstractContextManager[Any]] = nullcontext  # within the block the model computes
 
 
 # ---- Reading a checkpoint.
@@ -245,7 +247,9 @@ class HostCopy(DefaultSavePlanner):
         for name, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self._copies:
-                self._copies[name] = self._empty_for(local)
+                copy = self._copies[name] = torch.empty(local.shape, dtype=local.dtype)
+                if local.is_cuda and copy.numel():
+                    self._pinned.append(pin(copy))
             self._copies[name].copy_(local, non_blocking=True)
         if self._pinned:
             torch.cuda.synchronize()
@@ -256,20 +260,8 @@ class HostCopy(DefaultSavePlanner):
     def close(self) -> None:
         """Give the memory back."""
         for copy in self._pinned:
-            torch.cuda.check_error(_cuda().cudaHostUnregister(copy.data_ptr()))
+            unpin(copy)
         self._pinned, self._copies = [], {}
-
-    def _empty_for(self, local: Tensor) -> Tensor:
-        copy = torch.empty(local.shape, dtype=local.dtype)
-        if local.is_cuda and copy.numel():
-            # torch.empty(pin_memory=True) takes the next power of two of bytes, up to twice as many
-            torch.cuda.check_error(_cuda().cudaHostRegister(copy.data_ptr(), copy.nbytes, 0))
-            self._pinned.append(copy)
-        return copy
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 # ---- The weights of a checkpoint: all, or the adapters around frozen ones, in the files that PEFT opens.

@@ -98,7 +98,8 @@ class Supervisor:
 
     def _cast_anew(self) -> None:
         self._casts.close()
-        self._casts.enter_context(cast_once(self.state.model))
+        if self.state.hosted is None:  # else the device has bytes of the weights for all micro-batches
+            self._casts.enter_context(cast_once(self.state.model))
 
     def check(self) -> bool:
         """Judge the steps and samples since the last check. True if the run went back to an earlier step."""

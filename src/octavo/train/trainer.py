@@ -45,22 +45,11 @@ from octavo.nn import Conversion
 from octavo.nn.delayed import histories
 from octavo.nn.module_tools import is_weight
 from octavo.scales import seed_scales, update_scales
+from octavo.train import model as models
 from octavo.train import processes, saving, step_metrics
 from octavo.train.config import Config, ConfigError, check_effects, refuse, settings_of, write_settings
+from octavo.train.host_masters import HostAdamW, HostMasters
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
-from octavo.train.model import (
-    add_adapters,
-    allow_compilations,
-    check_folder,
-    check_memory,
-    check_vocabulary,
-    eager,
-    is_packed,
-    make_meta_model,
-    make_trained_model,
-    open_data,
-    positions_of,
-)
 from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from octavo.train.settings import parse, read_settings
 from octavo.train.supervision import CHECK_EVERY, Supervisor, apply_promotions
@@ -152,6 +141,8 @@ class Trainer:
                 if logs or evaluates or saves or state.step % CHECK_EVERY == 0:
                     if state.device.type == "cuda":
                         torch.cuda.synchronize(state.device)  # the clock counts the steps that the GPU still computes
+                    if state.hosted is not None:
+                        state.hosted.wait()
                     with clock.paused():
                         went_back = supervisor.check()
                     if went_back:
@@ -172,12 +163,12 @@ class Trainer:
         if self.watch is not None and self.watch.done != state.step:  # a step is repeated
             self.watch.go_back(state.step)
         set_learning_rate(state.optimizer, learning_rate(state.step, config))
-        loss = self.passes(state.step)
+        loss = self.passes(state.step, update=True)
         state.scaler.unscale_(state.optimizer)
         if self.watch is not None:
             self.watch.read_gradients()  # before they are clipped
         trained = (p for group in state.optimizer.param_groups for p in group["params"])
-        norm = clip_gradients(trained, config.clip or math.inf)
+        norm = clip_gradients(trained, config.clip or math.inf) if state.hosted is None else state.hosted.clip()
         scale = state.scaler.get_scale()
         norm = self.recent.update(state.optimizer, state.scaler, norm)
         state.scaler.update()
@@ -191,31 +182,34 @@ class Trainer:
         self.recent.note(state.step, loss, norm)
         return loss, norm
 
-    def passes(self, step: int) -> Tensor:
-        """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim."""
-        config, state = self.config, self.state
+    def passes(self, step: int, *, update: bool = False) -> Tensor:
+        """The passes after `step` steps, which an `update` follows: the mean loss of this rank's sequences, 0-dim."""
+        config, state, sampled = self.config, self.state, self.watch is not None and self.watch.samples
         self.model.train()
         total = torch.zeros((), device=state.device)
         first = self.actions.batch(step) * config.accumulate
-        for micro in range(config.accumulate):
-            loss = self._loss(*self.training.at(first + micro))
-            state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        with state.on_device(update and not sampled):
+            for micro in range(config.accumulate):
+                loss = self._loss(*self.training.at(first + micro))
+                state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         return total / config.accumulate
 
     def evaluate(self) -> float:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
         count, precision = self.config.evaluate_batches, self.config.precision
-        loss, _ = mean_loss(
-            self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
-        )
+        with self.state.on_device():
+            loss, _ = mean_loss(
+                self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
+            )
         return float(processes.mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
-        with eager(), own_random(self.state.device), autocast(self.config.precision, self.state.device):
+        device, precision = self.state.device, self.config.precision
+        with self.state.on_device(), models.eager(), own_random(device), autocast(precision, device):
             stream = TextStream(self.data.tokenizer, self.data.tokenizer.encode("\n"))
             steps = Engine(self.model, context=self.config.context).generate([stream.ids], count, Sampling(seed=0))
             pieces = (stream.add(token) for [token] in steps if token is not None)
@@ -261,7 +255,7 @@ class Trainer:
         """The dtypes on one sequence, in evaluation mode, in which scale histories do not change."""
         self.model.eval()
         inputs, targets = self.validation.at(0)
-        with eager(), own_random(self.state.device):
+        with self.state.on_device(), models.eager(), own_random(self.state.device):
             return step_metrics.observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
 
     def _evaluate_and_sample(self, metrics: step_metrics.Metrics) -> float:
@@ -359,7 +353,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
         processes.check_same(config)
         trainer = prepare_run(config, run, stack, console, newest)
         apply_promotions(trainer.model, trainer.actions.promotions)
-        allow_compilations(len(trainer.actions.promotions))
+        models.allow_compilations(len(trainer.actions.promotions))
         saving.load_checkpoint(newest, trainer.state)
         if processes.rank() == 0:
             write_settings(config, run)
@@ -385,9 +379,9 @@ def settle(config: Config) -> Config:
     folder = Path(config.model).resolve()
     if RunFolder(folder).has_model:
         raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
-    check_folder(folder, config)
+    models.check_folder(folder, config)
     check_links(folder)
-    context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
+    context = {"context": min(config.context, models.positions_of(folder))} if "context" in config.derived else {}
     return _absolute_paths(config.change(model=str(folder), **context))
 
 
@@ -422,7 +416,7 @@ def _describe(trainer: Trainer) -> None:
             described = path.suffix in (".json", ".model", ".txt", ".jinja")
             if described and not path.name.endswith((".index.json", SIDE_FILE)):
                 shutil.copy(path, run.model / path.name)
-        if is_packed(source):
+        if models.is_packed(source):
             write_config(run.model, {k: v for k, v in read_config(source).items() if k != "quantization_config"})
 
 
@@ -457,18 +451,18 @@ def prepare_run(
             f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
         )
     validation = Batches(corpus.validation, config.context, config.batch, None, share)
-    storage = torch.device("cpu") if config.optimizer.offload else device
-    check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
+    storage = torch.device("cpu") if config.optimizer.on_host else device
+    models.check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with processes.same_outcome():
-            described = add_adapters(make_meta_model(config, vocabulary, run.model), config)
+            described = models.add_adapters(models.make_meta_model(config, vocabulary, run.model), config)
             saving.open_checkpoint(checkpoint, described, corpus.fingerprint)
     torch.manual_seed(config.seed)
     if config.optimizer.offload:
         lock.enter_context(processes.group_of_one())
-    made = make_trained_model(config, vocabulary, run.model, device, degrees)
+    made = models.make_trained_model(config, vocabulary, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
-        check_vocabulary(made.model, max(training.highest, validation.highest))
+        models.check_vocabulary(made.model, max(training.highest, validation.highest))
     if config.calibration and checkpoint is None:
         with processes.same_outcome():
             folder = Path(config.calibration)
@@ -479,7 +473,12 @@ def prepare_run(
     if made.gathered is not None:
         processes.print_line(console, str(made.gathered))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    state = saving.TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
+    optimizer = make_optimizer(made.model, config)
+    state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint)
+    if isinstance(optimizer, HostAdamW):
+        state.hosted = HostMasters(made.model, models.find_blocks(made.model), optimizer, device, config)
+        state.on_device = state.hosted.on_device
+        lock.callback(state.hosted.close)
     actions = run.read_actions()
     return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
 
@@ -488,7 +487,7 @@ def read_data(config: Config, run: RunFolder, console: Console) -> TokenizedText
     """The data of a run. Rank 0 reads it for all; every rank of a process group must call this."""
 
     def read() -> TokenizedText:
-        tokenizer, reading = open_data(config, run.model)
+        tokenizer, reading = models.open_data(config, run.model)
         for line in reading.report.lines():
             processes.print_line(console, line)
         corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)

@@ -31,6 +31,7 @@ from torch import nn
 
 from octavo.checkpoint.folder import WriteError
 from octavo.nn.module_tools import check_module
+from octavo.nn.parallel_weights import device_of
 from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear, combine_all
 from octavo.observation.operands import BRIEF, Sampling
 from octavo.watching.records import (
@@ -84,6 +85,7 @@ class Watch:
         interval: the steps between full samples now.
         check_interval: the steps between brief samples.
         done: the steps of the optimizer that are done.
+        samples: whether the step that runs has a sample, for which the watch reads the weights that it leaves.
         listeners: called with each full sample, a step after it was taken, in the thread of the training.
 
     Raises:
@@ -125,7 +127,7 @@ class Watch:
         if folder is not None and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             self._writer = WatchWriter(Path(folder), self.layers, interval=interval, limit=limit, resumed_at=resumed_at)
             interval = self._writer.interval
-        self._device = _device_of(model)
+        self._device = device_of(next(model.parameters()))
         layers.attach(self._device)
         self._weights = WeightStatistics(model, layers, rows, self._device)
         self._experts = [(place, observer.experts) for place, observer in layers.experts]
@@ -148,7 +150,7 @@ class Watch:
             raise ValueError("the watch is closed: call step inside its with block, or make another watch")
         self.done += 1
         self._receive()
-        if self._full or self._brief:
+        if self.samples:
             self._pending = self._thread.submit(self._end(self.done))
         self._begin_next()
 
@@ -219,7 +221,7 @@ class Watch:
 
     def _begin(self, *, full: bool, brief: bool) -> None:
         """Decide which samples the step that comes next has."""
-        self._full, self._brief = full, brief
+        self._full, self._brief, self.samples = full, brief, full or brief
         if (full or brief) and self._tables:
             torch._foreach_copy_(self._tables, self._cleared)
         self._weights.begin(active=full)
@@ -314,12 +316,3 @@ class Watch:
 
 
 watch = Watch  # in a program, `octavo.watch(model)`
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """That of the first parameter; of weights that are kept on the host, and computed with on a GPU, the GPU."""
-    parameter = next(model.parameters())
-    if hasattr(parameter, "device_mesh"):
-        kind = parameter.device_mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    return parameter.device

@@ -20,7 +20,7 @@ from octavo.nn.fused_modules import FusedModule
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, plain_name, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
-from octavo.nn.parallel_weights import local_part
+from octavo.nn.parallel_weights import device_of, local_part
 from octavo.observation.operand_statistics import EXPONENTS, by_dtype, clear, combine_all, histograms, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
@@ -207,9 +207,9 @@ def _gemms(matrix: Matrix, dtype: str, seen: set[str], fused: str | None) -> Ite
     if recipe is None:
         yield from dict.fromkeys(("y", "dx", "dw"), GemmRun(dtype, "torch", "the layer was not converted")).items()
         return
-    backends = gemm_backends(recipe, weight.device)  # a layer that was moved to BF16 has the recipe bf16
+    backends = gemm_backends(recipe, device_of(weight))  # a layer that was moved to BF16 has the recipe bf16
     if matrix.leaf:
-        backends = backends | grouped_backends(recipe, weight.device)
+        backends = backends | grouped_backends(recipe, device_of(weight))
     for name, operand in _GEMM_OF.items():
         ran = "recomputed" in seen if name == "recomputation" else operand in seen
         if not ran or (name == "dw" and not weight.requires_grad):

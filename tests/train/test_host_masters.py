@@ -1,0 +1,130 @@
+"""Masters, moments and AdamW on the host: the bits of a run without it, on a device that is the CPU too."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from octavo.nn.linear import Linear
+from octavo.nn.parallel_weights import GatheredWeight
+from octavo.train import host_masters
+from octavo.train.config import Config, ConfigError
+from octavo.train.processes import Degrees, check_parallel
+from octavo.watching.storage import read_watch
+
+pytestmark = pytest.mark.usefixtures("slow_copies")
+HOST = {"optimizer": {"masters": "host"}}
+RUNS = [
+    {"recipe": "bf16"},
+    {"recipe": "rowwise", "watch": {"interval": 3}},
+    {"recipe": "tensorwise", "tied": False, "log_every": 4},
+    {"recipe": "delayed", "log_every": 4},
+    {"recipe": "rowwise", "clip": 0.0, "log_every": 4},
+    {"recipe": "rowwise", "accumulate": 3, "model": "mixture", "experts": {"count": 2}},
+    {"recipe": "delayed", "clip": 0.0, "accumulate": 2, "loss": {"logits": "chunked"}, "sample": 4},
+    {"recipe": "mxfp8", "activation_checkpointing": {"mode": "full"}},
+    {"recipe": "rowwise", "precision": "fp32", "model": "gpt2", "dropout": 0.1},
+]
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """Gradients are taken as on their way until somebody waits, as those of a GPU are."""
+    monkeypatch.setattr(torch.cpu.Event, "query", lambda event: False)
+
+
+@pytest.mark.parametrize("chosen", RUNS, ids=lambda run: "-".join(map(str, run.values())))
+def test_a_run_has_the_bits_of_one_without_it_and_goes_on_with_or_without(begin, go_on, records, tmp_path, chosen):
+    begin(out=str(tmp_path / "plain"), **chosen).run()
+    begin(out=str(tmp_path / "host"), steps=4, decay_steps=8, **chosen, **HOST).run()
+    trainer = go_on(tmp_path / "host", "--steps", "6", "--save-every", "6")
+    trainer.run()
+    go_on(tmp_path / "host", "--steps", "8", "--optimizer.masters", "device").run()
+    for key in ("loss", "evaluation_loss", "gradient_norm", "sample"):
+        expected = records(tmp_path / "plain", key)
+        found = records(tmp_path / "host", key)
+        assert {step: found[step] for step in expected} == expected, key
+    plain, host = (read_watch(tmp_path / name).layer_records for name in ("plain", "host"))
+    expected = plain[plain["step"] <= 6]
+    found = host[np.isin(host["step"], expected["step"])]  # a run that goes on has a sample at its start too
+    for name in expected.dtype.names:
+        np.testing.assert_array_equal(found[name], expected[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_wait_for_their_weights_outside_of_the_compiled_code(begin, records, tmp_path):
+    chosen = {"compile": {"blocks": True, "backend": "aot_eager"}, "recipe": "rowwise", "log_every": 4}
+    begin(out=str(tmp_path / "plain"), **chosen).run()
+    begin(out=str(tmp_path / "host"), **chosen, **HOST).run()
+    assert records(tmp_path / "host") == records(tmp_path / "plain")
+
+
+def test_the_device_holds_a_byte_of_each_weight_that_fp8_reads(begin, tmp_path):
+    trainer = begin(recipe="rowwise", **HOST)
+    layers = [m for m in trainer.model.modules() if isinstance(m, Linear)]
+    assert {type(layer.weight) for layer in layers} == {nn.Parameter}
+    with trainer.state.on_device():
+        assert all(isinstance(layer.weight.data, GatheredWeight) for layer in layers)
+        stacked = trainer.model.model.layers[0].qkv.weight_cache.gathered
+        assert stacked.data.itemsize == 1
+        q = layers[0].weight
+        assert q.data_bytes.data_ptr() == stacked.data.data_ptr()  # one copy serves both
+        assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
+        wide = [p for p in trainer.model.parameters() if not isinstance(p.data, GatheredWeight)]
+        assert {p.dtype for p in wide} == {torch.float32}
+    trainer.lock.close()
+    narrow = begin(recipe="bf16", out=str(tmp_path / "narrow"), **HOST)
+    with narrow.state.on_device():
+        assert {p.dtype for block in narrow.model.model.layers for p in block.parameters() if p.ndim == 2} == {
+            torch.bfloat16
+        }
+    narrow.lock.close()
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_changes_no_weight_of_its_layer(begin, clip):
+    trainer = begin(clip=clip, recipe="rowwise", **HOST)
+    layer = trainer.model.model.layers[0].mlp.down_proj
+    layer.register_full_backward_pre_hook(lambda module, grads: (grads[0] * torch.inf,))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    _, norm = trainer.step()
+    trainer.state.hosted.wait()
+    assert not norm.isfinite()
+    kept = [name for name, p in trainer.model.named_parameters() if torch.equal(p, before[name])]
+    assert (len(kept) == len(before)) == bool(clip)
+    assert "model.layers.0.mlp.down_proj.weight" in kept
+    trainer.lock.close()
+
+
+def test_an_error_of_a_thread_ends_the_step(begin, monkeypatch):
+    trainer = begin(recipe="rowwise", **HOST)
+    monkeypatch.setattr(host_masters, "_update", lambda *args: 1 / 0)
+    trainer.step()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            trainer.step()
+    with pytest.raises(ZeroDivisionError):
+        trainer.state.hosted.wait()
+    trainer.lock.close()
+
+
+WRONG = {  # what it has, and what came
+    "optimizer.offload": (False, True),
+    "optimizer.weights": ("fp32", "bf16"),
+    "optimizer.state": ("fp32", "8bit"),
+    "precision": ("bf16", "fp16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_refuses_what_it_lacks(name):
+    known, came = WRONG[name]
+    with pytest.raises(ConfigError, match=f"optimizer.masters host requires {name} {known}; got {came}: leave one out"):
+        Config().change(**{"optimizer.masters": "host", name: came})
+
+
+def test_it_is_for_one_process():
+    config = Config().change(**{"optimizer.masters": "host", "batch": 2})
+    with pytest.raises(ConfigError, match="optimizer.masters host requires one process; got 2: give"):
+        check_parallel(config, Degrees(1, 2, 1), torch.device("cpu"))
