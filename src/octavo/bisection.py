@@ -41,7 +41,7 @@ from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
 from octavo.train.run_records import different_settings
 from octavo.train.saving import load_checkpoint
 from octavo.train.trainer import TokenizedText, Trainer, prepare_run, read_data, settle
-from octavo.util import finite, reading
+from octavo.util import Progress, finite, no_progress, reading
 
 # ---- The gap of the loss between a run with parts in FP8 and the run in BF16, over several seeds.
 #
@@ -100,10 +100,8 @@ class Trial:
         if self.resolved:
             return len(self.gap)
         spread = statistics.stdev(self.gap) / abs(self.mean)
-        for count in range(len(self.gap), 100):
-            if student_quantile(count - 1) * spread < math.sqrt(count):
-                return count
-        return math.ceil((student_quantile(100) * spread) ** 2)
+        enough = (n for n in range(len(self.gap), 100) if student_quantile(n - 1) * spread < math.sqrt(n))
+        return next(enough, math.ceil((student_quantile(100) * spread) ** 2))
 
     def share_of(self, whole: "Trial") -> float:
         """This gap as a part of that of `whole`: 1 if both runs diverged."""
@@ -274,6 +272,7 @@ class ShortRuns:
     checkpoint: Path | None
     whole: Part
     on_run: Callable[[ShortRun, int], None]
+    progress: Progress = no_progress
     runs: dict[tuple[Part, int], ShortRun] = field(default_factory=dict)
     _data: TokenizedText | None = None
 
@@ -347,7 +346,10 @@ class ShortRuns:
 
     def _train(self, trainer: Trainer) -> tuple[float, ...]:
         with cast_once(trainer.model):
-            losses = [trainer.step()[0] for _ in range(self.steps)]
+            losses = []
+            for step in range(1, self.steps + 1):
+                losses.append(trainer.step()[0])
+                self.progress(step, self.steps, f"short run {len(self.runs) + 1}")
         found: list[float] = mean_of_ranks(torch.stack(losses)).tolist()
         diverged = next((at for at, loss in enumerate(found) if not math.isfinite(loss)), len(found) - 1)
         return tuple(loss if math.isfinite(loss) else math.inf for loss in found[: diverged + 1])
@@ -455,6 +457,7 @@ def bisect(
     least: float = LEAST,
     checkpoint: Path | None = None,
     on_run: Callable[[ShortRun, int], None] = lambda run, count: None,
+    progress: Progress = no_progress,
 ) -> Bisection:
     """Find the GEMMs and the layers that raise the loss of an FP8 run over that of BF16.
 
@@ -468,6 +471,7 @@ def bisect(
         least: the smallest gap that is searched, a share of the loss of BF16.
         checkpoint: a checkpoint in the folder of a run, to start from in place of new weights.
         on_run: called with each short run that ends, and with the number of runs so far.
+        progress: called with the steps of a short run that are done, those of all its steps, and its number in words.
 
     Raises:
         ConfigError: a recipe without FP8, fewer than two seeds, no step, a negative `least`, BF16 that diverges itself,
@@ -481,12 +485,12 @@ def bisect(
     if length < 1:
         raise ConfigError(f"the steps of a short run must be at least 1; got {length}")
     if least < 0:
-        raise ConfigError(f"the smallest gap (--least) must be 0 or more; got {least}")
+        raise ConfigError(f"the smallest gap (--least) must be 0% or more; got {least:.2%}")
     recipe = chosen_recipe(config, own_device(config.device))
     gemms = tuple(name for name in GEMMS if getattr(recipe, name) is not None)
     if not gemms:
         raise ConfigError(f"the recipe {config.recipe} runs no GEMM in FP8: there is no gap to bisect")
-    with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run).opened() as runs:
+    with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run, progress).opened() as runs:
         whole = runs.run(Part(gemms), config.seed)
         finding = Search(lambda part: runs.gap(part, seeds), gemms, whole.converted, least).run()
         losses = tuple(runs.run(BF16, config.seed + seed).loss for seed in range(seeds))

@@ -89,13 +89,14 @@ def generate_command(
       octavo generate packed/qwen --chat --prompt "What is FP8?"
       octavo generate packed/qwen --time --batch 1,16,64 --length 2048
     """
-    from octavo.inference.engine import open_engine
-    from octavo.inference.sampling import Sampling
-    from octavo.models.tokenizer import HuggingFaceTokenizer
-    from octavo.scales import cast_once
-    from octavo.speed import Grid
-    from octavo.train.finished import open_source
-    from octavo.train.loss import autocast
+    with progress("starting"):  # PyTorch and transformers take seconds
+        from octavo.inference.engine import open_engine
+        from octavo.inference.sampling import Sampling
+        from octavo.models.tokenizer import HuggingFaceTokenizer
+        from octavo.scales import cast_once
+        from octavo.speed import Grid
+        from octavo.train.finished import open_source
+        from octavo.train.loss import autocast
 
     if time:
         if given := [name for name in changed(command) if name in _OF_TEXT]:
@@ -321,14 +322,14 @@ def continue_texts(
     yield
 
 
+@dataclass
 class Printer:
     """Prints texts in their order: the first that is not finished as it comes, the others after it."""
 
-    def __init__(self, texts: Sequence[Text]) -> None:
-        self.texts = texts
-        self.console = Console()
-        self.at = 0  # the text that comes next
-        self.shown: int | None = None  # characters of it that are printed; None before its prompt is
+    texts: Sequence[Text]
+    console: Console = field(default_factory=Console)
+    at: int = 0  # the text that comes next
+    shown: int | None = None  # characters of it that are printed; None before its prompt is
 
     def update(self) -> None:
         """Print the text that has come since the last call."""
@@ -372,10 +373,11 @@ def evaluate_command(
       octavo evaluate packed/first --held-out runs/first
       octavo evaluate models/qwen --data 'books/*.txt' --context 1024 --json
     """
-    from octavo.scales import cast_once
-    from octavo.train import finished
-    from octavo.train.loss import mean_loss
-    from octavo.train.model import check_vocabulary
+    with progress("starting"):  # PyTorch and transformers take seconds
+        from octavo.scales import cast_once
+        from octavo.train import finished
+        from octavo.train.loss import mean_loss
+        from octavo.train.model import check_vocabulary
 
     if data and held_out:
         raise ValueError("--data and --held-out both name the text: give one of them")
@@ -391,9 +393,9 @@ def evaluate_command(
     check_vocabulary(opened.model, text.highest)
     if not as_json:
         print_reading(read)
-    with progress("evaluating"), cast_once(opened.model):
+    with progress("evaluating") as advance, cast_once(opened.model):
         loss, tokens = mean_loss(
-            opened.model, text, opened.device, precision=opened.precision, count=count if batches is None else batches
+            opened.model, text, opened.device, precision=opened.precision, count=batches or count, progress=advance
         )
     perplexity = math.exp(loss) if loss < 700 else None
     if as_json:

@@ -139,9 +139,11 @@ def bisect_command(
         start = None if checkpoint is None else find_checkpoint(checkpoint)
         whole, smallest = _settings(path, start, words), least / 100
         try:
-            found = bisect(
-                whole, out, seeds=seeds, steps=run_steps, least=smallest, checkpoint=start, on_run=_print_run
-            )
+            with progress("starting") as advance:
+                found = bisect(
+                    whole, out, seeds=seeds, steps=run_steps, least=smallest, checkpoint=start, on_run=_print_run,
+                    progress=advance,
+                )  # fmt: skip
         except KeyboardInterrupt:
             say(f"interrupted: the short runs that ended are in {out}; the same command continues", error=True)
             raise typer.Exit(130) from None

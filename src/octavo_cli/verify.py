@@ -178,8 +178,7 @@ def _print_packed(folder: Path, as_json: bool) -> None:
     suspects = packed.suspects()
     if as_json:
         found = {"layout": packed.packing.layout.name, "bytes": total, "reciprocal_scales": suspects, "tensors": rows}
-        found["unused"] = packed.unused
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | {"unused": packed.unused}, indent=2))
         return
     shown = []
     for row in rows:

@@ -71,8 +71,10 @@ def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, wrong_dw):
 
 
 def test_a_sound_recipe_has_no_gap_to_resolve(settings, tmp_path):
-    made = []
-    found = bisect(settings(), tmp_path / "out", steps=6, on_run=lambda run, count: made.append(run))
+    made, done = [], []
+    hooks = {"on_run": lambda run, count: made.append(run), "progress": lambda *each: done.append(each)}
+    found = bisect(settings(), tmp_path / "out", steps=6, **hooks)
+    assert done == [(step, 6, f"short run {run}") for run in range(1, 7) for step in range(1, 7)]
     assert (found.finding.verdict, found.causes, found.steps) == ("unresolved", [], 6)
     assert found.finding.whole.seeds_needed > 3
     assert [(run.part.gemms, run.seed, len(run.losses)) for run in made] == [
@@ -129,7 +131,7 @@ def test_it_starts_from_a_checkpoint_of_any_recipe(settings, tmp_path, recipe):
         ({"recipe": "bf16"}, {}, "recipe bf16 runs no GEMM in FP8"),
         ({}, {"seeds": 1}, "seeds must be at least 2"),
         ({}, {"steps": 0}, "steps of a short run must be at least 1"),
-        ({}, {"least": -0.1}, "the smallest gap .* must be 0 or more; got -0.1"),
+        ({}, {"least": -0.1}, "the smallest gap .* must be 0% or more; got -10.00%"),
     ],
 )
 def test_what_cannot_be_bisected(settings, tmp_path, changed, options, message):

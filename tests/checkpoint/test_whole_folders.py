@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,14 +107,11 @@ def test_a_write_that_the_system_refuses_leaves_what_was_there(tmp_path: Path) -
 
 
 def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sparse file of 400 GB: PyTorch and safetensors raise either of these."""
+    """A sparse file of 400 GB, of which PyTorch and safetensors say either of these, and one without permission."""
     save_tensors({"a": torch.zeros(100)}, tmp_path / "t.safetensors")
-    for error in (RuntimeError("unable to mmap 400000000090 bytes"), OSError("Cannot allocate memory (os error 12)")):
-
-        def refuse(*_: object, error: Exception = error, **__: object) -> None:
-            raise error
-
-        monkeypatch.setattr("octavo.checkpoint.files.safe_open", refuse)
+    errors = (RuntimeError("unable to mmap 40090 bytes"), OSError("Cannot allocate memory"), PermissionError("denied"))
+    for where, error in zip(("octavo.checkpoint.files.safe_open",) * 2 + ("pathlib.Path.open",), errors, strict=True):
+        monkeypatch.setattr(where, Mock(side_effect=error))
         with pytest.raises(OSError, match=rf"t.safetensors cannot be opened: {re.escape(str(error))}"):
             load_tensors(tmp_path / "t.safetensors")
 

@@ -99,6 +99,7 @@ def test_what_cannot_be_opened_is_said(tree, monkeypatch):
 
 def test_each_file_is_read_once(tree, monkeypatch):
     monkeypatch.chdir(tree)
+    fails(["nul", "."], "nul", "byte 2")  # of a name, although a folder leads to it too
     assert files(["sub/b.py", "a.txt", ".", "**/*.py", str(tree / "*.txt")]) == [tree / "a.txt", tree / "sub" / "b.py"]
     os.symlink(tree / "a.txt", tree / "z.txt")
     assert files([str(tree / "*.txt")]) == [tree / "a.txt"]
@@ -119,7 +120,7 @@ def test_stdlib_is_the_modules_of_the_standard_library():
         ("*.rs", ["*.rs", "matches none"]),
         ("sub*", ["sub*", "matches none"]),  # a glob takes files, and no folders
         ("nul", ["nul", "byte 2"]),
-        ("latin.txt", ["latin.txt", "UTF-8", "byte 3"]),
+        ("latin.txt", ["latin.txt", "UTF-8", "byte 3 is not: convert it first"]),
         ("empty.txt", ["empty.txt", "skipped 1: 1 empty (empty.txt)"]),
         ("*.bin", ["*.bin", "skipped 1: 1 not text by name (nul.bin)"]),
         (".hidden/none", [".hidden/none"]),
@@ -136,10 +137,6 @@ def test_empty_folder_and_no_source(tmp_path):
     (tmp_path / ".git" / "HEAD").write_text("ref")
     fails([str(tmp_path)], tmp_path, "hold files")
     fails([], "at least one source")
-
-
-def test_a_binary_file_that_a_folder_and_a_name_lead_to_is_an_error(tree):
-    fails([str(tree / "nul"), str(tree)], "nul", "byte 2")
 
 
 # --- Rows
@@ -272,10 +269,10 @@ def read(tmp_path):
 
 
 def test_what_is_skipped_is_named_by_reason(read):
-    latin = {f"{letter}_txt": b"\xe9" for letter in "bcde"}
+    latin = {f"{letter}_txt": b"\xe9" for letter in "bcd"} | {"e_txt": "é".encode("utf-16")}
     report = read(a_txt=b"x" * 999, f_txt=b"", **latin, g_png=b"\x89\0")
     skipped = {
-        "not UTF-8": {"count": 4, "bytes": 4, "examples": ["b.txt", "c.txt", "d.txt"]},
+        "not UTF-8": {"count": 4, "bytes": 7, "examples": ["b.txt", "c.txt", "d.txt"]},
         "empty": {"count": 1, "bytes": 0, "examples": ["f.txt"]},
         "binary": {"count": 1, "bytes": 2, "examples": ["g.png"]},
     }

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -275,9 +276,12 @@ def test_a_run_is_evaluated_as_its_training_did(octavo, trained, logged, name):
         assert found["tokens"] == 3 * 2 * 16
 
 
-def test_the_loss_is_printed_with_what_was_read(octavo, trained, logged):
+def test_the_loss_is_printed_with_what_was_read(octavo, trained, logged, monkeypatch):
+    done = []
+    monkeypatch.setattr("octavo_cli.generate.progress", lambda doing: nullcontext(lambda *each: done.append(each)))
     code, out, err = octavo("evaluate", trained / "fp8", "--device", "cpu")
     assert (code, err) == (0, "")
+    assert done == [(batch, 3, "evaluating") for batch in (1, 2, 3)]
     assert "read 1 file" in out
     assert "fp8, step 4, delayed" in out
     assert f"{logged(trained / 'fp8')[4]:.4f} nats a token, on 96 tokens" in out

@@ -2,8 +2,10 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,10 +95,7 @@ def test_it_says_what_it_skipped_and_lacked(octavo: Any, llama: Path, tmp_path: 
 def test_an_interrupt_says_how_to_continue(
     octavo: Any, llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_args: Any, **_kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("octavo.calibration.calibrate", interrupt)
+    monkeypatch.setattr("octavo.calibration.calibrate", Mock(side_effect=KeyboardInterrupt))
     code, _, err = octavo("calibrate", llama, tmp_path / "out", "--data", data)
     assert code == 130
     assert err.startswith("interrupted: the blocks that were done are kept beside")
@@ -136,10 +135,7 @@ def test_a_cache_of_opt_opens_in_transformers(
 
 
 def test_a_model_without_a_tokenizer(octavo: Any, opt: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (source / name).write_bytes((opt / name).read_bytes())
+    source = shutil.copytree(opt, tmp_path / "source", ignore=shutil.ignore_patterns("tokenizer*"))
     code, out, _ = octavo("pack", source, tmp_path / "out")
     assert code == 0
     assert dict(rows(out))["no tokenizer"] == "the source has none, and octavo generate needs one"
@@ -194,6 +190,7 @@ REFUSED = {
     "pack {opt} {out} --rotate --scheme channel": "--scheme must be one of bf16, fp32, got 'channel'",
     "pack {opt} {out} --rotate --budget kl=1": "--budget does nothing with --smooth or --rotate: leave one of them out",
     "pack {opt} {out} --layout gguf --pow2": "--pow2 does nothing with --layout gguf: leave one of them out",
+    "pack {opt} {out}.gguf": "would be a folder: add --layout gguf for a file",
     "pack {opt} {out} --no-tokenizer": "--no-tokenizer is for --layout gguf, which is not given: add it",
     "pack {opt} {out} --smooth {out}": "calibration.json is missing",
     "calibrate {opt} {out} --data {bad}": "bad.jsonl, line 2 is not valid JSON",

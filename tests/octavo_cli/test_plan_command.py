@@ -75,6 +75,7 @@ LLAMA = "llama-3.1-8b"
         (["gpt2", "--no-tied"], "gpt2 has sizes of its own: leave out --tied"),
         (["dit-xl-2", "--context", "100"], "--context of the image model dit-xl-2 is 256; got 100"),
         (["gpt2", "--gpus", "16", "--network", "0"], "--network must be above 0"),
+        ([LLAMA, "--serve", "--network", "100"], "--network belongs to training: leave out --serve, or --network"),
         (["llama-1b", "--tokenizer", "hf:some/tokenizer"], "how many tokens the tokenizer hf:"),
         (["lama-3-8b"], "got 'lama-3-8b': the nearest presets are llama-3-8b"),
         (["mixture"], 'give a .toml file with model = "mixture".*all presets: .*llama-1b'),

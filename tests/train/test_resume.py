@@ -105,8 +105,9 @@ def test_what_a_kill_between_logging_and_saving_leaves(begin, go_on, records, tm
 def test_a_finished_run_goes_on_with_more_steps(begin, go_on, records, tmp_path):
     begin(recipe="bf16").run()
     before = files(tmp_path / "run" / "step-00000008")
-    result = go_on(tmp_path / "run").run()
+    result = go_on(tmp_path / "run", "--seed", "3").run()
     assert (result.step, result.evaluation_loss, result.interrupted) == (8, None, None)
+    assert go_on(tmp_path / "run").config.seed == 0  # that of its steps
     assert files(tmp_path / "run" / "step-00000008") == before
     result = go_on(tmp_path / "run", "--steps", "10", "--keep=1").run()
     assert result.step == 10

@@ -134,6 +134,8 @@ def test_a_full_disk_loses_the_sample_and_nothing_before(tmp_path):
     writer = written(tmp_path)
     with files_of_at_most(18 * OPERAND.itemsize + 100), pytest.raises(WriteError, match="watch"):
         writer.write(*sample(150))
+    with files_of_at_most(100), pytest.raises(WriteError, match="could not write .*watch"):
+        writer.write_layers(watched_layers())
     assert steps_of(tmp_path) == [1, 50, 100]
     writer.write(*sample(200))
     assert steps_of(tmp_path) == [1, 50, 100, 200]

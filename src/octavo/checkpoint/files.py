@@ -52,6 +52,7 @@ def open_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
+        path.open("rb").close()  # safetensors says of a file that may not be read that there is none
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ArtifactError(f"{path} is truncated or not a safetensors file ({error})") from error

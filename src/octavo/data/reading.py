@@ -202,10 +202,9 @@ def absolute_source(source: str) -> str:
     path = os.path.expanduser(source)
     if source == STDLIB or os.path.isabs(path):
         return path
-    here = os.getcwd()
     # A working directory can have the characters of a glob in its name.
     is_glob = glob.has_magic(path) and not os.path.exists(path)
-    return os.path.join(glob.escape(here) if is_glob else here, path)
+    return os.path.join(glob.escape(os.getcwd()) if is_glob else os.getcwd(), path)
 
 
 def _find_files(source: str, report: ReadReport) -> tuple[list[Path], bool]:
@@ -220,7 +219,7 @@ def _find_files(source: str, report: ReadReport) -> tuple[list[Path], bool]:
     if path and os.path.isdir(path):
         files = list(_walk(Path(path), report))
         if not files:
-            raise DataError(f"the folder {source} must hold files; it has none (hidden files do not count)")
+            raise DataError(f"the folder {source} must hold files to read; it has none (hidden files do not count)")
         return files, False
     if not glob.has_magic(path):
         raise DataError(
@@ -235,23 +234,17 @@ def _find_files(source: str, report: ReadReport) -> tuple[list[Path], bool]:
 
 def _walk(folder: Path, report: ReadReport) -> Iterator[Path]:
     """Every file below `folder`, except hidden files and files in folders that are hidden or in LEFT_OUT_FOLDERS."""
-
-    def unreadable(error: OSError) -> None:
-        report.skip(str(error.filename), "unreadable", 0)
-
-    for root, folders, names in os.walk(folder, onerror=unreadable):
+    skip = report.skip
+    for root, folders, names in os.walk(folder, onerror=lambda error: skip(str(error.filename), "unreadable", 0)):
         folders[:] = sorted(name for name in folders if name not in LEFT_OUT_FOLDERS and name[0] != ".")
         for name in folders:
             if os.path.islink(os.path.join(root, name)):
-                report.skip(os.path.join(root, name), "a link to a folder", 0)
-        for name in sorted(names):
-            path = Path(root, name)
-            if name[0] == ".":
-                continue
+                skip(os.path.join(root, name), "a link to a folder", 0)
+        for path in (Path(root, name) for name in sorted(names) if name[0] != "."):
             if path.is_file():
                 yield path
             else:
-                report.skip(str(path), "not a regular file", 0)
+                skip(str(path), "not a regular file", 0)
 
 
 # ---- Reading a file as documents: which files are text, and how a file of rows is parsed.
@@ -274,9 +267,10 @@ def _read_file(path: Path, named: bool, chat: Chat | None, report: ReadReport) -
     try:
         text = _text_of(path, named)
     except _NoTextError as error:
-        if error.message and (named or (rows and error.reason != "unreadable")):
-            raise DataError(error.message) from error
-        report.skip(str(path), error.reason, size)
+        reason, message = error.args
+        if message and (named or (rows and reason != "unreadable")):
+            raise DataError(message) from error
+        report.skip(str(path), reason, size)
         return []
     documents = _documents(_rows(path, text, report), chat, report) if rows else [Document(text, "text")]
     if documents:
@@ -286,11 +280,7 @@ def _read_file(path: Path, named: bool, chat: Chat | None, report: ReadReport) -
 
 
 class _NoTextError(Exception):
-    """Why a file is skipped, and the message where it is an error, as for a file that is named."""
-
-    def __init__(self, reason: str, message: str = "") -> None:
-        super().__init__(reason, message)
-        self.reason, self.message = reason, message
+    """Why a file is skipped, and the message where it is an error, as for a file that is named; "" where it is none."""
 
 
 def _text_of(path: Path, named: bool) -> str:
@@ -315,10 +305,10 @@ def _text_of(path: Path, named: bool) -> str:
     except UnicodeDecodeError as error:
         bad = error.start if nul < 0 else min(nul, error.start)
     if bad >= 0:
-        reason = "not UTF-8" if nul < 0 else "binary"
-        raise _NoTextError(reason, f"{path} must be text (UTF-8 without NUL); byte {bad} is not")
+        reason = "not UTF-8" if nul < 0 or content[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary"  # marks of UTF-16
+        raise _NoTextError(reason, f"{path} must be text (UTF-8 without NUL); byte {bad} is not: convert it first")
     if not text.strip():
-        raise _NoTextError("empty")
+        raise _NoTextError("empty", "")
     return text
 
 

@@ -353,6 +353,8 @@ class Case:
 
     def serving(self) -> ServingPlan:
         """The GPUs share each layer; the setting batch counts the sequences that are generated at once."""
+        if self.network != Case.network:
+            raise ValueError("--network belongs to training: leave out --serve, or --network")
         return plan_serving(self._server())
 
     def _server(self) -> Server:

@@ -19,6 +19,7 @@ from octavo.models.decoder import logits_of
 from octavo.models.mixture import Mixture
 from octavo.models.tokenizer import Batches
 from octavo.nn.fused_loss import Head, Task, computing_loss
+from octavo.util import Progress, no_progress
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -93,13 +94,17 @@ def mean_loss(
     precision: str,
     count: int | None,
     loss: Loss = whole_loss,
+    progress: Progress = no_progress,
 ) -> tuple[float, int]:
     """The mean loss over `count` batches (None: every sequence once), and the number of tokens that were predicted."""
     whole = max(batches.sequences // batches.batch, 1)
     rest = batches.sequences % batches.batch if count is None else 0  # sequences that fill no batch
     count = whole if count is None else min(count, whole)
     with own_random(device):
-        losses = [next_token_loss(model, batches.at(index), device, precision, loss) for index in range(count)]
+        losses = []
+        for index in range(count):
+            losses.append(next_token_loss(model, batches.at(index), device, precision, loss))
+            progress(index + 1, count, "evaluating")
         mean = float(torch.stack(losses).mean())
         if rest:
             inputs, targets = batches.at(count)

@@ -355,9 +355,9 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
         apply_promotions(trainer.model, trainer.actions.promotions)
         models.allow_compilations(len(trainer.actions.promotions))
         saving.load_checkpoint(newest, trainer.state)
-        if processes.rank() == 0:
-            write_settings(config, run)
         ended = f", the last of its {plural(step, 'step')}: --steps N goes on" if step == config.steps else ""
+        if processes.rank() == 0:  # without more steps the run keeps the settings that it was trained with
+            write_settings(before.change(data=config.data) if ended else config, run)
         processes.print_line(console, f"resumed from {newest}{ended}")
         trainer.lock = stack.pop_all()
     return trainer

@@ -240,13 +240,14 @@ class WatchWriter:
                 self.interval = max(interval, self._former_interval(run))
             self.drop_after(resumed_at)
             self._change_events_after(resumed_at, lambda event: "")
-            self.write_layers(layers)
+        self.write_layers(layers)
 
     def write_layers(self, layers: Sequence[WatchedLayer]) -> None:
         """Replace the description of the layers. Their number and order must stay."""
         self._layers = layers
         described = {"version": VERSION, "interval": self.interval, "layers": [layer.to_dict() for layer in layers]}
-        replace_file(self.folder / "layers.json", json.dumps(described, indent=1) + "\n")
+        with writing(self.folder):
+            replace_file(self.folder / "layers.json", json.dumps(described, indent=1) + "\n")
 
     def write(self, operands: Records, layer_records: Records, experts: Records = NO_EXPERTS) -> None:
         """Append the records [n] `OPERAND`, [m] `LAYER` and [k] `EXPERTS` of one step."""
