@@ -1,4 +1,6 @@
-"""`rotate_append` on a CPU, against transformers' own functions and our models'."""
+"""`rotate_append` and `turn_heads` on a CPU, against transformers' own functions and our models'."""
+
+import operator
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from octavo.models.llama import rotate
-from octavo.ops import append_kv, rotate_append
+from octavo.ops import append_kv, rotate_append, turn_heads
 
 BF16 = torch.bfloat16
 SHAPES = [(1, 1, 4, 2, 64), (2, 3, 4, 1, 80), (3, 5, 2, 2, 12), (1, 7, 3, 3, 256)]  # batch, tokens, H, G, D
@@ -77,3 +79,39 @@ def test_no_tokens():
     rotated, kept = rotate_append(q, k, v, *tables((1, 0, 16), BF16), *store, keep_k=True)
     assert (rotated.shape, kept.shape) == ((2, 4, 0, 16), (2, 2, 0, 16))
     assert not store[0].float().any()
+
+
+@pytest.mark.parametrize("one_table", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_heads_turn_as_transformers_rotates_and_their_gradients_back(shape, one_table):
+    batch, tokens, _, _, dim = shape
+    q, k, v = (x.detach().requires_grad_() for x in projections(*shape, BF16))
+    cos, sin = tables((1 if one_table else batch, tokens, dim), BF16)
+    rotated = apply_rotary_pos_emb(heads(q, dim), heads(k, dim), cos, sin)
+    expected = [*(x.transpose(1, 2).flatten(2) for x in rotated), v]
+    turned = turn_heads(q.detach(), k.detach(), v.detach(), cos, sin, False)
+    assert torch.equal(bits(turned), bits(torch.cat(expected, 2)))
+    gradients = [torch.randn_like(x) for x in (q, k, v)]
+    torch.autograd.backward(expected, gradients)
+    turned = turn_heads(*gradients, cos, sin, True)
+    assert torch.equal(turned, torch.cat([x.grad for x in (q, k, v)], 2))  # of a zero autograd has another sign
+
+
+def kernel(shape: tuple[int, ...], dtype: torch.dtype, one_table: bool, inverse: bool) -> tuple[torch.Tensor, ...]:
+    """Both results; run in the interpreter, which has no inline assembly."""
+    from octavo.ops.kernels import rotary
+
+    torch.manual_seed(1)
+    rotary.add = operator.add
+    given = *projections(*shape, dtype), *tables((1 if one_table else shape[0], shape[1], shape[-1]), dtype), inverse
+    return rotary.turn_heads(*given), turn_heads(*given)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 3, 1, 48)], ids=str)
+def test_the_kernel_turns_all_heads(kernels, shape, inverse, dtype):
+    for one_table in (False, True):
+        actual, expected = kernels.submit(kernel, shape, dtype, one_table, inverse).result()
+        assert torch.equal(bits(actual), bits(expected))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
 from octavo.nn.fused import ALONE, NO_PAIR, Exchange, Norm, NormSpec, Pair, is_frozen, reads, run_fused, stack_adapters
+from octavo.nn.heads import attend
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
@@ -112,6 +113,11 @@ class NormLinear(FusedModule):
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
+        found = self.stack_outputs(x, residual)
+        return None if found is None else (torch.split_with_sizes(found[0], found[1], -1), found[2])
+
+    def stack_outputs(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Sequence[int], Tensor] | None:
+        """`fused` with the outputs as one tensor [..., sum of N_i], and all N_i."""
         exchange, layers, norm = exchange_of(self, inner := self.inner), fusable_layers(inner), read_norm(self.norm)
         if layers is None or norm is None or x.numel() == 0 or not layers.take(norm, x):
             return None
@@ -119,8 +125,7 @@ class NormLinear(FusedModule):
         stack = exchange.stack(layers.linears, call.recipe.w, self.weight_cache)
         exchanges, pairs = (exchange, ALONE), (layers.pair(x), NO_PAIR)
         y, total = run_fused(x, residual, exchange.read_norm(norm), stack, call, exchanges, pairs)
-        parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
-        return tuple(exchange.output(part, x) for part in parts), total
+        return exchange.output(y, x), [w.shape[0] for w in stack.weights], total
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         return None if read_norm(self.norm) is None else super().cached_weights()
@@ -386,20 +391,23 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
-        attend, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
+        attention, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
         if parallel_of(layers := qkv.inner) is not None:  # transformers' code takes a part of a sequence for all of it
-            fused = qkv(hidden_states)
+            outputs, attended = qkv(hidden_states)[0], None
         else:
-            fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
-        if fused is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        q, k, v = fused[0]
-        # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
-        projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
-        attention, _ = attend(hidden_states=projections, **kwargs)
+            stacked = None if args or watched(attention) or watched(mlp) else qkv.stack_outputs(hidden_states)
+            if stacked is None:
+                return super().forward(hidden_states, *args, **kwargs)
+            attended = attend(attention, *stacked[:2], **kwargs)
+            outputs = () if attended is not None else torch.split_with_sizes(stacked[0], stacked[1], -1)
+        if attended is None:
+            q, k, v = outputs
+            # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
+            outputs = q, k, v.contiguous() if v.requires_grad else v
+            attended, _ = attention(hidden_states=PrecomputedProjections(hidden_states, layers, outputs), **kwargs)
         if isinstance(mlp, FusedMLP):
-            return mlp.forward_residual(hidden_states, child(self, "post_attention_layernorm"), attention)
-        y, total = mlp(hidden_states, self.post_attention_layernorm, attention)  # a wrapper, which must be called
+            return mlp.forward_residual(hidden_states, child(self, "post_attention_layernorm"), attended)
+        y, total = mlp(hidden_states, self.post_attention_layernorm, attended)  # a wrapper, which must be called
         return total + y
 
 

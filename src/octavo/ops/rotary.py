@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, stored in a cache in the same pass.
+"""Rotary embedding of queries and keys, stored in a cache in the same pass, or written into one tensor with the values.
 
 A pair (x[i], x[i + D/2]) of a head is turned by the angle of its token's position (Su et al., arXiv:2104.09864):
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import MAX_DIM, append_kv_reference, check_cache, stores
-from octavo.ops.launching import Cache, Turn
+from octavo.ops.launching import Cache, Turn, has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
 
@@ -119,3 +119,34 @@ def _rotates(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: A
 _rotate_append = operation(
     check=_check, like=_like, runs=_rotates, mutates=("keys", "values", "clipped"), strided=("q", "k", "v")
 )(rotate_append_reference)
+
+
+def turn_heads_reference(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """q [B, T, H * D] and k [B, T, G * D] with rotary embedding, and v as it is: [B, T, (H + 2 G) * D].
+
+    With `inverse` the gradients of such heads are turned back. cos and sin are as in `rotate_append`.
+    """
+    sin = -sin if inverse else sin
+    q, k = (_rotate(_heads(x, cos.shape[2]), cos, sin).transpose(1, 2).flatten(2) for x in (q, k))
+    return torch.cat((q, k, v), 2)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    dim = cos.shape[-1]
+    if q.ndim != 3 or k.ndim != 3 or q.dtype not in FLOATS or dim % 2 or q.shape[2] % dim or k.shape[2] % dim:
+        raise ValueError(
+            "turn_heads takes q [B, T, H * D] and k [B, T, G * D] of float32, bfloat16 or float16 for tables of an "
+            f"even D, got {q.dtype} {list(q.shape)}, {list(k.shape)} and {list(cos.shape)}"
+        )
+    check_tensor("k", k, (*q.shape[:2], k.shape[2]), q.dtype)
+    check_tensor("v", v, tuple(k.shape), q.dtype)
+    check_tensor("cos", cos, (1 if cos.shape[0] == 1 else q.shape[0], q.shape[1], dim), q.dtype, torch.float32)
+    check_tensor("sin", sin, tuple(cos.shape), cos.dtype)
+
+
+turn_heads = operation(
+    check=_check_heads,
+    like=lambda q, k, *rest: q.new_empty((*q.shape[:2], q.shape[2] + 2 * k.shape[2])),
+    runs=lambda q, k, v, cos, *rest: q.numel() > 0 and cos.shape[2] <= MAX_DIM and has_kernels(q.device, (8, 0)),
+    strided=("q", "k", "v"),
+)(turn_heads_reference)

@@ -1,7 +1,8 @@
-"""Rotary embedding and the storing of keys and values as one Triton kernel. Without queries and angles it only stores.
+"""Rotary embedding as Triton kernels: one stores keys and values too, the other writes all heads into one tensor.
 
-A program takes some tokens of one head of q, k or v. It loads a head twice, the second time with its halves exchanged:
-cheaper than an exchange between threads, since the second load comes from the cache.
+Without queries and angles the first only stores. A program takes some tokens of one head of q, k or v. It loads a head
+twice, the second time with its halves exchanged: cheaper than an exchange between threads, since the second load comes
+from the cache.
 """
 
 from typing import Any
@@ -31,16 +32,32 @@ def rotate_append(
     heads = width // dim
     rotated = allocate(q, (batch, tokens, heads, dim))
     kept = allocate(k, (batch, tokens, kv_heads, dim)) if keep_k else None
-    block_d = max(power_of_two_above(dim), 16)
-    block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
-    launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
+    launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, _tile(tokens, dim)["BLOCK_T"])))(
         q, k, v, cos, sin, turn.q_norm, turn.k_norm, *cache, clipped, rotated, kept,
         *q.stride()[:2], k.stride(0), dim, k.stride(1), v.stride(0), dim, v.stride(1), tokens, capacity,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(turn.eps)),
-        LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d,
-        num_warps=max(1, min(4, block_t * block_d // 128)),
+        LARGEST=largest, LIMIT=limit, **_tile(tokens, dim),
     )  # fmt: skip
     return rotated, kept
+
+
+def turn_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """Same as `turn_heads_reference`."""
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    (batch, tokens, width), kv_width, dim = q.shape, k.shape[2], cos.shape[2]
+    turned, tile = allocate(q, (batch, tokens, width + 2 * kv_width)), _tile(tokens, dim)
+    launcher(turn_heads_kernel, (batch * turned.shape[2] // dim, cdiv(tokens, tile["BLOCK_T"])))(
+        q, k, v, cos, sin, turned, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens,
+        HEADS=width // dim, KV_HEADS=kv_width // dim, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, INVERSE=inverse,
+        **tile,
+    )  # fmt: skip
+    return turned
+
+
+def _tile(tokens: int, dim: int) -> dict[str, int]:
+    block_d = max(power_of_two_above(dim), 16)
+    block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
+    return {"BLOCK_T": block_t, "BLOCK_D": block_d, "num_warps": max(1, min(4, block_t * block_d // 128))}
 
 
 @triton.jit
@@ -85,9 +102,37 @@ def rotate_append_kernel(
 
 
 @triton.jit
+def turn_heads_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, turned_ptr, stride_qb, stride_qt, stride_kb, stride_kt, stride_vb, stride_vt,
+    tokens, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_TABLE: tl.constexpr,
+    INVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // (HEADS + 2 * KV_HEADS)).to(tl.int64)
+    head = tl.program_id(0) % (HEADS + 2 * KV_HEADS)
+    offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (offs_t < tokens)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    table = 0 if ONE_TABLE else batch * tokens * HEAD_DIM
+    if head < HEADS:
+        q_ptr += batch * stride_qb + head * HEAD_DIM
+        y = _rotated(q_ptr, stride_qt, None, cos_ptr + table, sin_ptr + table, offs_t, offs_d, mask, HEAD_DIM, 0.0,
+                     INVERSE)  # fmt: skip
+    elif head < HEADS + KV_HEADS:
+        k_ptr += batch * stride_kb + (head - HEADS) * HEAD_DIM
+        y = _rotated(k_ptr, stride_kt, None, cos_ptr + table, sin_ptr + table, offs_t, offs_d, mask, HEAD_DIM, 0.0,
+                     INVERSE)  # fmt: skip
+    else:
+        v_ptr += batch * stride_vb + (head - HEADS - KV_HEADS) * HEAD_DIM
+        y = tl.load(v_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
+    offs = ((batch * tokens + offs_t) * (HEADS + 2 * KV_HEADS) + head)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(turned_ptr + offs, y, mask)
+
+
+@triton.jit
 def _rotated(
-    x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr
-):
+    x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
+    INVERSE: tl.constexpr = False,
+):  # fmt: skip
     """The rotated tile, in x's dtype."""
     dtype = x_ptr.dtype.element_ty
     lower = offs_d < HEAD_DIM // 2
@@ -102,6 +147,8 @@ def _rotated(
         other_weight = tl.load(weight_ptr + other_d, offs_d < HEAD_DIM, other=0.0).to(tl.float32)
         x = (weight[None, :] * (x * rstd[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         other = (other_weight[None, :] * (other * rstd[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    if INVERSE:
+        other = -other
     offs = offs_t.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
     cosine = x * tl.load(cos_ptr + offs, mask, other=0.0).to(tl.float32)
     sine = tl.where(lower[None, :], -other, other) * tl.load(sin_ptr + offs, mask, other=0.0).to(tl.float32)
