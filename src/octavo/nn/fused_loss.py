@@ -208,10 +208,10 @@ class _Head:
 
     def dw(self, dw: Tensor | None, g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         """g[c,V]^T @ x[c,K], added to dw[V,K] of `dtype` if there is one."""
+        if g.dtype == dtype:
+            return g.t() @ x if dw is None else dw.addmm_(g.t(), x)
         dw = torch.zeros_like(self.w, dtype=dtype) if dw is None else dw
-        if g.dtype == dw.dtype:
-            dw.addmm_(g.t(), x)
-        elif g.is_cuda:
+        if g.is_cuda:
             torch.addmm(dw, g.t(), x, out_dtype=dw.dtype, out=dw)
         else:  # the CPU has no product of BF16 with an FP32 sum
             dw.addmm_(g.t().to(dw.dtype), x.to(dw.dtype))
