@@ -1,4 +1,4 @@
-"""The page of the loss study: what branches of one trunk say, from bench/results/gpu_loss_*."""
+"""The page of the loss study: what branches of one trunk say, from bench/results/gpu_loss_* and cpu_loss_*."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ FEW = 4  # fewer data orders than these say too little about their own deviation
 
 
 def studies(results: Mapping[str, Result]) -> list[Fields]:
-    """The results of the study on a GPU: the main share of a run first, and the largest model first."""
+    """The results of the study: the main share of a run first, and the largest model first."""
     found = [
         Fields({**result, "name": name, "model": label(result)})
         for name, result in results.items()
-        if name.startswith("gpu_loss_")
+        if name.startswith(("gpu_loss_", "cpu_loss_"))
     ]
     return sorted(found, key=lambda study: (study.branch.share != SHARE, -study.parameters, -study.branch.share))
 
@@ -83,7 +83,7 @@ def label(study: Any) -> str:
     at = "" if study.branch.share == SHARE else f", branches at {study.branch.share:.0%}"
     faster = "" if rate == 1 else f", {rate:g}x of the rate"
     kind = MODELS.get(study.settings.get("model", "llama"), "")
-    return f"{study.parameters / 1e6:.1f}M{kind} on one GPU{at}{faster}"
+    return f"{study.parameters / 1e6:.1f}M{kind} on {'one GPU' if study.machine.gpu else 'a CPU'}{at}{faster}"
 
 
 def shares(results: Mapping[str, Result]) -> str:
