@@ -1,15 +1,20 @@
 """Masters, moments and AdamW on the host: the bits of a run without it, on a device that is the CPU too."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from octavo.bisection import Part, ShortRuns
 from octavo.nn.linear import Linear
 from octavo.nn.parallel_weights import GatheredWeight
+from octavo.nn.selection import promote
+from octavo.recipe import GEMMS
 from octavo.train import host_masters
 from octavo.train.config import Config, ConfigError
-from octavo.train.processes import Degrees, check_parallel
+from octavo.train.processes import Degrees, check_parallel, collect_between_steps
 from octavo.watching.storage import read_watch
 
 pytestmark = pytest.mark.usefixtures("slow_copies")
@@ -128,3 +133,40 @@ def test_it_is_for_one_process():
     config = Config().change(**{"optimizer.masters": "host", "batch": 2})
     with pytest.raises(ConfigError, match="optimizer.masters host requires one process; got 2: give"):
         check_parallel(config, Degrees(1, 2, 1), torch.device("cpu"))
+
+
+def test_short_runs_of_a_search_do_not_cast_the_masters(settings, tmp_path, monkeypatch):
+    """The bytes of a cast on the CPU would take the place of those on the device, which no pass would renew."""
+    filled, found = [], []
+    monkeypatch.setattr("octavo.scales._fill", filled.append)
+    for place in ("device", "host"):
+        config = settings(recipe="rowwise", optimizer={"masters": place}, watch={"interval": 0})
+        runs = ShortRuns(config, tmp_path / place, 4, None, Part(GEMMS), on_run=lambda run, count: None)
+        with runs.opened():
+            found.append(runs.run(Part(GEMMS), 0).losses)
+        assert bool(filled) == (place == "device")
+        filled.clear()
+    assert found[0] == found[1]
+
+
+def test_a_promoted_layer_leaves_no_second_copy_of_the_weights(begin):
+    """In a run Python collects no cycles of references."""
+    trainer = begin(recipe="rowwise", **HOST)
+    with collect_between_steps():
+        trainer.step()
+        layer = trainer.model.model.layers[0].mlp.down_proj
+        with trainer.state.on_device():
+            before = [weakref.ref(weight.held) for weight in trainer.state.hosted._weights]
+        promote(layer, "bf16")
+        trainer.step()
+        assert [held for held in before if held() is not None] == []
+    trainer.lock.close()
+
+
+def test_a_pass_outside_of_a_step_computes_with_the_masters(begin):
+    trainer = begin(recipe="rowwise", **HOST)
+    tokens, _ = trainer.validation.at(0)
+    before = trainer.model(tokens)
+    trainer.evaluate()
+    assert torch.equal(trainer.model(tokens), before)
+    trainer.lock.close()

@@ -48,7 +48,7 @@ from octavo.checkpoint.folder import (
     write_error,
     writing,
 )
-from octavo.scales import load_scale_state, scale_state
+from octavo.scales import cast_once, load_scale_state, scale_state
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import pin, rank, same_outcome, unpin, world_size
 from octavo.util import check_kinds
@@ -70,6 +70,10 @@ class TrainState:
     skipped_steps: int = 0
     hosted: Any = None  # the `HostMasters` of a run with optimizer.masters = "host"
     on_device: Callable[..., AbstractContextManager[Any]] = nullcontext  # within the block the model computes
+
+    def cast_once(self) -> AbstractContextManager[None]:
+        """Within the block each weight is cast once a step. With masters on the host the device has the bytes."""
+        return cast_once(self.model) if self.hosted is None else nullcontext()
 
 
 # ---- Reading a checkpoint.

@@ -35,7 +35,6 @@ from octavo.nn.experts import Experts
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.parallel_weights import local_part
 from octavo.nn.selection import e5m2_gradients, promote
-from octavo.scales import cast_once
 from octavo.train.config import Config
 from octavo.train.loss import own_random
 from octavo.train.model import allow_compilations, eager
@@ -98,8 +97,7 @@ class Supervisor:
 
     def _cast_anew(self) -> None:
         self._casts.close()
-        if self.state.hosted is None:  # else the device has bytes of the weights for all micro-batches
-            self._casts.enter_context(cast_once(self.state.model))
+        self._casts.enter_context(self.state.cast_once())
 
     def check(self) -> bool:
         """Judge the steps and samples since the last check. True if the run went back to an earlier step."""
