@@ -287,7 +287,7 @@ ABSURD = [{"width": 100_000_000}, {"width": 4 * 10**15}, {"layers": 10**9}, {"wi
 @pytest.mark.parametrize("absurd", [*ABSURD, *({"model": "gpt2"} | each for each in ABSURD), {"mlp_width": 10**14}])
 def test_a_model_beyond_the_memory_is_refused_in_plain_words(absurd):
     check_memory(Config(), 4096, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="16 bytes for each.*cpu has .* GB. Lower width, mlp_width or layers"):
+    with pytest.raises(ConfigError, match="28 bytes for each.*cpu has .* GB. Lower width, mlp_width or layers"):
         check_memory(Config(**absurd), 256, torch.device("cpu"))
 
 

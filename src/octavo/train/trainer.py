@@ -12,8 +12,6 @@ killed and resumed repeats its losses bit for bit. Every few steps `octavo.train
 them: it may promote layers, and take the run back to an earlier step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -218,7 +216,7 @@ class Trainer:
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision, self.loss)
 
-    def _log(self, metrics: step_metrics.Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
+    def _log(self, metrics: step_metrics.Metrics, clock: "_Clock", loss: Tensor, norm: Tensor) -> None:
         config, state = self.config, self.state
         steps, seconds = clock.lap(state.step)
         with clock.paused():
@@ -452,7 +450,8 @@ def prepare_run(
         )
     validation = Batches(corpus.validation, config.context, config.batch, None, share)
     storage = torch.device("cpu") if config.optimizer.on_host else device
-    models.check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
+    parts = degrees.dp_shard * degrees.tp
+    models.check_memory(config, vocabulary, storage, parts)
     if checkpoint is not None:
         with processes.same_outcome():
             described = models.add_adapters(models.make_meta_model(config, vocabulary, run.model), config)
@@ -463,6 +462,8 @@ def prepare_run(
     made = models.make_trained_model(config, vocabulary, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
         models.check_vocabulary(made.model, max(training.highest, validation.highest))
+        trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
+        models.check_count(trained, config, storage, parts)
     if config.calibration and checkpoint is None:
         with processes.same_outcome():
             folder = Path(config.calibration)
