@@ -167,6 +167,19 @@ def test_a_damaged_checkpoint_is_refused(
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("kept", "advice"), [(2, "to resume from the one before it"), (1, "start it again in another")]
+)
+def test_the_remedy_of_a_damaged_checkpoint_is_there(
+    refused: Refused, trained: Path, tmp_path: Path, kept: int, advice: str
+) -> None:
+    copy = shutil.copytree(trained / "bf16", tmp_path / "run")
+    if kept == 1:
+        shutil.rmtree(copy / "step-00000002")
+    (copy / "step-00000004" / "train.json").unlink()
+    assert advice in refused("train", "--resume", copy, "--steps", "6")
+
+
 # --- Folders of another kind, and options that do nothing
 
 
@@ -190,6 +203,23 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Pat
         (["verify", "fp8", "--against", "fp8"], "is a run of octavo train, not a packed folder: octavo pack fp8"),
         (["unpack", "fp8", "out"], "a run of octavo train, not a packed folder: octavo pack fp8.*octavo report fp8"),
         (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),
+        *(
+            ([*words, "fp8/step-00000004", *more], "is a checkpoint of the run fp8: give fp8, and to choose one --step")
+            for words, *more in (
+                (["generate"], "--prompt", "a"),
+                (["evaluate"],),
+                (["pack"], "out"),
+                (["report"],),
+                (["compare", "bf16"],),
+                (["train", "--resume"],),
+            )
+        ),
+        (["pack", "fp8", "fp8/step-00000004/out"], "would lie in a checkpoint of the run .*fp8, which removes"),
+        (
+            ["pack", "fp8", "fp8/step-00000004/a.gguf", "--layout", "gguf", "--no-tokenizer"],
+            "would lie in a checkpoint of the run .*fp8",
+        ),
+        (["pack", "bf16", "out", "--rotate", "--seed", "-1"], r"seed must be an integer from 0 to 2\^63 - 1; got -1"),
         (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
         (["calibrate", ".", "out", "--data", "text.txt"], "holds no config.json: give a run of octavo train, or a"),
         (["train", "--model", "fp8", "--out", "tuned"], "fp8 is a run of octavo train: continue it with --resume"),

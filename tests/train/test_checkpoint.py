@@ -141,7 +141,7 @@ def without(tensors, name):
 
 
 TENSORS, RANDOM, MOMENT = FILES[:2], "random.cpu", "model.norm.weight.exp_avg"
-ADVICE = "Move that folder out of the run to resume"
+ADVICE = "start it again in another folder"
 DAMAGES = [  # what is done to the folder, and what the error must contain
     *((lambda folder, name=name: (folder / name).unlink(), [name, "is missing", ADVICE]) for name in FILES),
     *((cut(name, share), [name]) for name in FILES for share in (0, 0.1, 0.5, 0.9)),

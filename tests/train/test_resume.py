@@ -19,7 +19,7 @@ from torch import nn
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import LockedError, RunFolder
-from octavo.train import trainer as training
+from octavo.train import model as models
 from octavo.train.config import Config, ConfigError
 from octavo.train.saving import disturb_weights
 from octavo.train.trainer import branch_settings, start_or_resume, start_run
@@ -96,6 +96,7 @@ def test_what_a_kill_between_logging_and_saving_leaves(begin, go_on, records, tm
     run = RunFolder(tmp_path / "run")
     run.checkpoint(8).rename(run.path / ".step-00000008.partial")
     (run.path / ".step-00000008.partial" / "train.json").unlink()
+    (run.path / ".step-00000008.lock").touch()
     os.truncate(run.metrics, run.metrics.stat().st_size - 100)
     go_on(run.path).run()
     assert_same_run(run.path, tmp_path / "whole", records)
@@ -184,14 +185,14 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
     ):
         refuses(run, go_on, ValueError, *essentials, overrides=words.split())
     monkeypatch.setattr(nn.Module, "to", lambda *args: pytest.fail("the model is on its device"))
-    monkeypatch.setattr(training, "make_trained_model", lambda *args: pytest.fail("the model is made"))
+    monkeypatch.setattr(models, "make_trained_model", lambda *args: pytest.fail("the model is made"))
     refuses(run, go_on, ArtifactError, "another model", overrides=["--layers", "3"])
     settings = json.loads((run / "config.json").read_text())
     for path, text, error, *essentials in (
         *((run / "config.json", text, ArtifactError) for text in ("", "{", "[1]", '"text"')),
         (run / "config.json", json.dumps(settings | {"recipee": "bf16"}), ConfigError, "did you mean 'recipe'?"),
-        (run / "step-00000004" / "model.safetensors", "short", ArtifactError, "Move that folder out of the run"),
-        (run / "step-00000004" / "optimizer.safetensors", "short", ArtifactError, "Move that folder out of the run"),
+        (run / "step-00000004" / "model.safetensors", "short", ArtifactError, "start it again in another folder"),
+        (run / "step-00000004" / "optimizer.safetensors", "short", ArtifactError, "start it again in another folder"),
         (data, "a text that was edited, " * 50, ArtifactError, "the data is not what", "pass the same --data"),
     ):
         whole = path.read_bytes()

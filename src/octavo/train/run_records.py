@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json, whole_lines
-from octavo.checkpoint.folder import RunFolder, weights_stem
+from octavo.checkpoint.folder import RunFolder, refuse_checkpoint, weights_stem
 from octavo.evaluation.metrics import student_quantile
 from octavo.train.config import flatten
 from octavo.util import check_kinds, parse_object, plural
@@ -187,6 +187,7 @@ def _read_run(path: Path, name: str) -> RunData:
     run, states = RunFolder(path), _trainer_states(path)
     if not path.is_dir():
         raise ArtifactError(f"{path} is no folder: give the folder of a run, which octavo train wrote")
+    refuse_checkpoint(path)
     if not (run.metrics.is_file() or watch_folder(path).is_dir() or states):
         raise ArtifactError(
             f"{path} is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json. Give the folder that "
