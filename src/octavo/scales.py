@@ -11,8 +11,6 @@
 With constant scales an input is quantized to the same bytes in every call, whatever else is in its batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -271,7 +269,7 @@ class _Refresh:
     def __call__(self, *_: Any) -> None:
         _fill(self.caches)
 
-    def __reduce__(self) -> tuple[type[_Refresh], tuple[()]]:
+    def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
         return _Refresh, ()
 
 

@@ -16,8 +16,6 @@ ranks already, are divided by the number of ranks here.
 Source: GShard (arXiv:2006.16668), without a capacity: no token is dropped.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ all-gathers cast the rows again. Bytes and scales equal those that one rank make
 (`octavo.distributed.shards`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from functools import partial

@@ -4,12 +4,10 @@ The collectives are PyTorch's functional ones, which torch.compile traces. `gath
 exchange: the GPU computes on until `done` waits for the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed._symmetric_memory  # registers the operations of torch.ops.symm_mem
@@ -43,7 +41,7 @@ class Ranks:
     asynchronous: bool = False  # on GPUs, the rows of one rank are multiplied while others travel
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, sequence: bool, asynchronous: bool = False) -> Ranks:
+    def of(cls, mesh: DeviceMesh, *, sequence: bool, asynchronous: bool = False) -> Self:
         """The ranks of `mesh`. Raises a ValueError for `asynchronous` where it cannot run."""
         group = mesh.get_group()
         if asynchronous and (mesh.device_type != "cuda" or not sequence):

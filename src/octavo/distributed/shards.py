@@ -5,8 +5,6 @@ attributes of that one tensor, so the parameter stays a plain DTensor: `state_di
 Only the gathered parameter is one (`GatheredWeight`).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

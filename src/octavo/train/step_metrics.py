@@ -4,8 +4,6 @@ A line of metrics.jsonl is an object with `step`, the optimizer steps done, and 
 loss is the mean over all ranks, and the memory is of the rank with the highest peak.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

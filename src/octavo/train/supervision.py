@@ -9,8 +9,6 @@ come from the device in one transfer. All ranks then decide alike: rank 0 judges
 `octavo.watching.rules`, and tells the others. actions.json of a run lists its promotions and rollbacks.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -202,7 +200,7 @@ class Supervisor:
             self.metrics.write(bad.step, loss=bad.loss, gradient_norm=bad.norm)
             raise TrainingError(self._hopeless(bad, place))
 
-    def _hopeless(self, bad: StepNumbers, place: Place | None) -> str:
+    def _hopeless(self, bad: StepNumbers, place: "Place | None") -> str:
         self.checkpoints.wait()
         suspect = place is not None and place.tensor == "w"  # a saturating cast hides an infinite weight for some steps
         saved = (path for path in reversed(self.run.checkpoints()) if not suspect or has_finite_weights(path))
@@ -301,7 +299,7 @@ class Supervisor:
         print_line(self.console, said)
 
 
-def _found(place: Place | None) -> str:
+def _found(place: "Place | None") -> str:
     if place is None:
         return "every number is finite when the layers of the step run one by one"
     return f"the first number that is not finite is in {place}"

@@ -1,7 +1,5 @@
 """The layers of a model that are watched, where each records its operands, and how its GEMMs run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
