@@ -353,8 +353,6 @@ class ShortRuns:
         diverged = next((at for at, loss in enumerate(found) if not math.isfinite(loss)), len(found) - 1)
         return tuple(loss if math.isfinite(loss) else math.inf for loss in found[: diverged + 1])
 
-    # --- The folder ------------------------------------------------------------------------------------------------
-
     def _open(self) -> list[ShortRun]:
         """The runs that the folder has, after a check that they are of these settings."""
         settings = {name: value for name, value in self.config.to_dict().items() if name != "out"}
@@ -392,9 +390,6 @@ def _from_line(line: str, where: str) -> ShortRun:
         losses = tuple(math.inf if loss is None else float(loss) for loss in fields.pop("losses"))
         converted, skipped = (tuple(fields.pop(name)) for name in ("converted", "skipped"))
         return ShortRun(part, converted=converted, skipped=skipped, losses=losses, **fields)
-
-
-# ---- `bisect`: which GEMMs and which layers of an FP8 run raise its loss over that of BF16.
 
 
 LEAST = 0.0005

@@ -147,9 +147,6 @@ def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:
     return ""
 
 
-# ---- The quantized rows of this rank, of all weights, kept fresh.
-
-
 class ShardCache:
     """Quantizes the rows of all weights again when an optimizer, a load or a write in place has changed one.
 

@@ -109,9 +109,6 @@ class _LogProbabilities(torch.autograd.Function):
         return dz.scatter_add_(1, tokens[:, None], dy[:, None]).to(logits.dtype), None
 
 
-# ---- What the mode covers.
-
-
 def _reason(model: Any) -> str:
     """Why the mode does not cover `model`, and the remedy; "" if it does."""
     inner: Any = getattr(model, "base_model", None)

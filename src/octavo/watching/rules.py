@@ -209,9 +209,6 @@ RULES = (
 )  # fmt: skip
 
 
-# ---- The rules over all samples of a run, in their order.
-
-
 class SampleRules:
     """Judges the samples of a run by all rules, and reports a fault when it begins, and again when it returns.
 

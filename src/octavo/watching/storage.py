@@ -172,9 +172,6 @@ def columns(records: Records) -> dict[str, Array]:
     return {name: np.ascontiguousarray(column) for name, column in found.items()}
 
 
-# ---- The files.
-
-
 LIMIT = 500_000_000
 _FILES = {"operands.bin": OPERAND, "layers.bin": LAYER, "experts.bin": EXPERTS}
 
