@@ -109,8 +109,7 @@ class ExpertExchange:
 def _local(parameter: Any, ranks: int) -> Tensor:
     """This rank's experts; the gradient is divided by the number of ranks."""
     assert isinstance(parameter, DTensor)
-    local: Tensor = _Divided.apply(parameter.to_local(grad_placements=[Shard(0)]), ranks)  # type: ignore[no-untyped-call]
-    return local
+    return _Divided.apply(parameter.to_local(grad_placements=[Shard(0)]), ranks)  # type: ignore[no-untyped-call]
 
 
 class _Divided(torch.autograd.Function):

@@ -64,17 +64,13 @@ class Ranks:
     def scatter(self, y: Tensor) -> Tensor:
         """This rank's rows [T / size, N] of the sum of the ranks' y [T, N]; see `done`."""
         y = y.contiguous()
-        own: Tensor = (
-            collectives.reduce_scatter_tensor(y, "sum", self.size, self.name)
-            if self.sequence
-            else collectives.all_reduce(y, "sum", self.name)
-        )
-        return own
+        if self.sequence:
+            return collectives.reduce_scatter_tensor(y, "sum", self.size, self.name)
+        return collectives.all_reduce(y, "sum", self.name)
 
     def done(self, t: Tensor) -> Tensor:
         """The result of an exchange, once it has arrived."""
-        arrived: Tensor = collectives.wait_tensor(t)
-        return arrived
+        return collectives.wait_tensor(t)
 
     def largest(self, scales: Tensor) -> Tensor:
         """The largest of the ranks' scales, positive float32 or NaN, element by element; NaN is the largest."""
@@ -150,11 +146,10 @@ class Ranks:
         if self._runs(a):
             symmetric: Any = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
             shape = [a.shape[0], b.shape[0]]
-            own: Tensor = symmetric(
+            return symmetric(
                 a.data, b.data.t(), a.scale.contiguous(), b.scale.t(), "sum", 0, 0, self.name, shape, None, None,
                 call.dtype, gemm.fast_accumulation,
             )  # fmt: skip
-            return own
         return self.scatter(call.mm(gemm, a, b, call.dtype))
 
     def _runs(self, a: QTensor) -> bool:
@@ -223,14 +218,12 @@ def gather_rows(x: Tensor, ranks: Ranks) -> Tensor:
 
 def scatter_rows(y: Tensor, ranks: Ranks) -> Tensor:
     """This rank's rows [T / R, N] of the sum of the ranks' y [T, N], rows in the order of the ranks."""
-    own: Tensor = _Scatter.apply(y, ranks)  # type: ignore[no-untyped-call]
-    return own
+    return _Scatter.apply(y, ranks)  # type: ignore[no-untyped-call]
 
 
 def own_rows(x: Tensor, ranks: Ranks) -> Tensor:
     """This rank's rows [..., T / R, K] of x [..., T, K], which each rank has whole."""
-    own: Tensor = _Own.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return own
+    return _Own.apply(x, ranks)  # type: ignore[no-untyped-call]
 
 
 class _Own(torch.autograd.Function):

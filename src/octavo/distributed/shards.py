@@ -62,8 +62,7 @@ class ShardedWeight:
     @property
     def local(self) -> Tensor:
         """This rank's rows, as FSDP2 holds them: fewer than `shard_rows`, or none, on the last ranks."""
-        local: Tensor = self.parameter._local_tensor
-        return local
+        return self.parameter._local_tensor
 
     def attach(self) -> None:
         """Put the hooks on the local tensor, which `.to()`, `to_empty` and loading by assignment replace.

@@ -141,8 +141,7 @@ def _as_plain_tensor(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
     It may be on its way from other ranks: compiled layers would lose the gradient of such an input. FSDP2 warns of an
     output that is a view.
     """
-    plain: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
-    return plain
+    return torch.ops.aten._unsafe_view(y, y.shape)
 
 
 def _check_tokens(tokens: Tensor, ranks: Ranks) -> None:
@@ -256,7 +255,7 @@ class NormParallel(ParallelStyle):
                 return DTensor.from_local(args[0], device_mesh, [placement], run_check=False), *args[1:]
 
             def leave(module: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
-                return y.to_local()  # type: ignore[no-any-return]
+                return y.to_local()
 
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave)

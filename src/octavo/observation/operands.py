@@ -320,8 +320,7 @@ def numbers_of_rows(kind: str, source: Sequence[Tensor]) -> Tensor:
         return F.silu(gate) * up
     u = rest[0]
     if kind == "gelu_gradient":
-        gradient: Tensor = torch.ops.aten.gelu_backward(first, u)
-        return gradient
+        return torch.ops.aten.gelu_backward(first, u)
     if kind == "geglu_gradient":
         up, gate = u.chunk(2, 1)
         return torch.cat([first * F.gelu(gate), torch.ops.aten.gelu_backward(first * up, gate)], 1)

@@ -296,8 +296,7 @@ def _computed(module: nn.Module, run: Run, ordinary: Run, x: Tensor) -> Tensor:
     parameters = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
     if not parameters and not (torch.is_grad_enabled() and x.requires_grad):
         return run(x)
-    y: Tensor = _Recomputed.apply(run, ordinary, x, *parameters)  # type: ignore[no-untyped-call]
-    return y
+    return _Recomputed.apply(run, ordinary, x, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Recomputed(torch.autograd.Function):

@@ -286,8 +286,7 @@ def _prepared(model: Any, config: Config) -> nn.Module:
     if config.context > (limit := stated_positions(model)):
         raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
     model.config.use_cache = False
-    trained: nn.Module = model
-    return trained
+    return model
 
 
 def is_packed(folder: Path) -> bool:
@@ -422,8 +421,7 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
 
 def eager() -> AbstractContextManager[Any]:
     """Run compiled blocks as they were before, for passes that would compile them anew: with a cache, or with hooks."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return torch.compiler.set_stance("force_eager")
 
 
 def allow_compilations(count: int) -> None:

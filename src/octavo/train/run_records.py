@@ -129,8 +129,7 @@ class Series:
     @property
     def wrong_steps(self) -> list[int]:
         """The steps whose value is inf or NaN."""
-        found: list[int] = self.steps[~np.isfinite(self.values)].tolist()
-        return found
+        return self.steps[~np.isfinite(self.values)].tolist()
 
 
 @dataclass(frozen=True)

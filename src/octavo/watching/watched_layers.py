@@ -40,8 +40,7 @@ class Matrix:
         """The parameter; an attention with separate input projections gives that of its queries."""
         if isinstance(self.module, MultiheadAttention):
             return next(iter(input_weights(self.module).values()))
-        found: nn.Parameter = getattr(self.module, self.leaf or "weight")
-        return found
+        return getattr(self.module, self.leaf or "weight")
 
     @property
     def experts(self) -> int:
