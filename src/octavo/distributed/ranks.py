@@ -26,6 +26,17 @@ collectives = torch.ops._c10d_functional
 Sent = tuple[QTensor, tuple[Tensor, ...] | None]  # this rank's rows, and those of all ranks, on their way
 
 
+def check_mesh(mesh: DeviceMesh, what: str) -> None:
+    """Raise a TypeError or ValueError, which begins with `what`, unless `mesh` is a DeviceMesh of one dimension."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f'{what} takes a DeviceMesh, such as init_device_mesh("cuda", (2,)), got {mesh!r}')
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{what} takes a mesh of one dimension, got {mesh}: pass one of its dimensions, for example "
+            'mesh["tp"], and give the other to fully_shard'
+        )
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a mesh of one dimension.
@@ -153,7 +164,6 @@ class Ranks:
         return self.scatter(call.mm(gemm, a, b, call.dtype))
 
     def _runs(self, a: QTensor) -> bool:
-        """True where the operation on symmetric memory runs: on GPUs."""
         return self.asynchronous and a.data.is_cuda
 
 
