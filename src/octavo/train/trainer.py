@@ -98,10 +98,6 @@ class Trainer:
         """True if a layer of the model scales by a history."""
         return next(histories(self.model), None) is not None
 
-    @cached_property
-    def flops_per_token(self) -> float | None:
-        return step_metrics.flops_per_token(self.model, self.config.context)
-
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
         config, state = self.config, self.state
@@ -237,7 +233,8 @@ class Trainer:
             each = record["tokens_per_second"] / processes.world_size()
             if processes.world_size() > 1:
                 record["tokens_per_second_per_gpu"] = each
-            if (share := step_metrics.mfu(self.flops_per_token, each, state.device)) is not None:
+            flops = step_metrics.flops_per_token(self.model, config.context)
+            if (share := step_metrics.mfu(flops, each, state.device)) is not None:
                 record["mfu"] = share
             left = seconds / steps * (config.steps - state.step)
             step_metrics.show_progress(self.console, state.step, config.steps, record, left)
