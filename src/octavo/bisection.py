@@ -392,6 +392,9 @@ def _from_line(line: str, where: str) -> ShortRun:
         return ShortRun(part, converted=converted, skipped=skipped, losses=losses, **fields)
 
 
+# ---- `bisect`: which GEMMs and which layers of an FP8 run raise its loss over that of BF16.
+
+
 LEAST = 0.0005
 STEPS = 200  # of a short run, at most, unless they are given
 

@@ -205,9 +205,6 @@ def _run(
 
 # ---- Weights cast once an optimizer step instead of once a micro-batch, by caching their quantized bytes.
 #
-#     with octavo.scales.cast_once(model):        # around an accumulation, or around the whole training loop
-#         for batch in micro_batches: ...
-#
 # Outside the block every forward pass casts the weights, so nothing can be stale. Inside it the weights are cast again
 # after each step of any torch optimizer and each `load_state_dict` of the model. The new bytes go into the same memory,
 # so that compiled code and CUDA graphs read them too. An eager forward pass also checks whether a weight was replaced,

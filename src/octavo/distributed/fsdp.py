@@ -1,10 +1,4 @@
-"""FSDP2's all-gather of the weights in eight bits.
-
-The scales of a rank's rows are found once, after an optimizer step, and every all-gather until the next step sends
-them. The bytes are made with them. They are freed when the first forward pass has sent those of all weights, and later
-all-gathers cast the rows again. Bytes and scales equal those that one rank makes of the whole weight
-(`octavo.distributed.shards`).
-"""
+"""FSDP2's all-gather of the weights in eight bits, and the cache that keeps these fresh."""
 
 import weakref
 from collections.abc import Sequence

@@ -154,6 +154,9 @@ def unfusing_units(
     return found
 
 
+# ---- The report of `fp8_all_gather`: which weights FSDP2 gathers in eight bits, and why the others stay wide.
+
+
 @dataclass(frozen=True)
 class GatherReport:
     """The report of `octavo.distributed.fp8_all_gather`; printed, it has one line for each reason.

@@ -381,7 +381,6 @@ def _hand_out(data: Tensor, weights: Sequence[ShardedWeight]) -> None:
 
 # ---- Quantizing the rows of a rank, to the bytes and scales that one rank makes of the whole weight.
 #
-# All weights of one size are quantized in two launches, and one all-reduce (MAX) of one number a weight serves all.
 # Square blocks and stacks of matrices, which are sharded between matrices, need nothing of other ranks.
 
 

@@ -94,9 +94,6 @@ def constant(value: float, device: torch.device, *shape: int) -> Tensor:
     return torch.full(shape, value, dtype=dtype, device=device)
 
 
-# ---- The statistics of sampled rows: of one operand, of each expert's part of it, or of many operands at once.
-
-
 @dataclass(frozen=True)
 class Rows:
     """R sampled rows of each of n tensors, alike in shape and in cast: x [n, R, K], and what broadcasts against that.

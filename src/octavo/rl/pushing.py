@@ -103,6 +103,9 @@ def transformers_model(model: nn.Module, function: str) -> Any:
     return found
 
 
+# ---- A push.
+
+
 @dataclass(frozen=True)
 class Pushed:
     """The result of `push`.

@@ -546,9 +546,6 @@ def _fill(model: Any, weights: dict[str, Any]) -> None:
         set_model_state_dict(model, weights, options=whole)
 
 
-# ---- Drawing weights that are divided among processes, so that they are those of one process.
-
-
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 

@@ -359,9 +359,6 @@ def half_width(count: int, spread: float) -> float:
     return student_quantile(count - 1, alpha) * spread / math.sqrt(count)
 
 
-# --- Where the runs stand on their curve -------------------------------------------------------------------------
-
-
 def slope_of(group: Group) -> float | None:
     """The mean relative fall of the loss in a step at the end of the runs; None below two evaluations."""
     falls = []

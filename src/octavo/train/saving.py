@@ -241,6 +241,9 @@ def _read_description(folder: Path) -> Mapping[str, Any]:
     return described
 
 
+# ---- A copy of the state of a run in the memory of the CPU, for writing it while the run goes on.
+
+
 class HostCopy(DefaultSavePlanner):
     """A copy of tensors by name, of a DTensor of the part that this rank holds, and the planner that writes it. It
     plans by the shapes and placements of the tensors of the run. The memory is as large as the tensors, and stays for
@@ -293,7 +296,6 @@ def adapter_config(model: Any) -> dict[str, str]:
 
 
 def _stem(model: nn.Module) -> str:
-    """The name of the file of the weights, without its suffix."""
     return ADAPTERS if any(".lora_" in name for name, _ in model.named_parameters()) else WEIGHTS
 
 

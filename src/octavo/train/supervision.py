@@ -146,7 +146,6 @@ class Supervisor:
     # ---- Reacting.
 
     def _react(self, events: list[Event]) -> None:
-        """Report events, and promote their layers or stop the run if the settings say so."""
         if not events:
             return
         self._counts.update(event.rule for event in events if event.layer is not None)
@@ -316,9 +315,6 @@ def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str |
         mlps = [module for module in model.modules() if isinstance(module, FusedMLP)]
         layer = next((mlp.outer for mlp in mlps if any(inner is layer for inner in mlp.inner)), layer)
     return next((name for name, each in layers.items() if each is layer), None)
-
-
-# ---- Converted layers, and those that a run has promoted.
 
 
 def apply_promotions(model: nn.Module, promotions: Iterable[Promotion]) -> None:

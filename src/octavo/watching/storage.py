@@ -172,6 +172,9 @@ def columns(records: Records) -> dict[str, Array]:
     return {name: np.ascontiguousarray(column) for name, column in found.items()}
 
 
+# ---- The files.
+
+
 LIMIT = 500_000_000
 _FILES = {"operands.bin": OPERAND, "layers.bin": LAYER, "experts.bin": EXPERTS}
 
@@ -330,7 +333,6 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def _read_layers(run: Path) -> tuple[int, list[WatchedLayer]]:
-    """The interval and the layers in layers.json."""
     path = watch_folder(run) / "layers.json"
     if not path.is_file():
         raise ArtifactError(

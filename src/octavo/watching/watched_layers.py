@@ -320,7 +320,6 @@ class WeightStatistics:
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        """Read how far the rows moved."""
         for i, rows in self._before.items():
             w, before = self._matrices[i].local(self._matrices[i].weight), rows.double()
             change = (w[_rows(w, UPDATE_ROWS)].double() - before).square().sum()
