@@ -195,6 +195,9 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Pat
     return root
 
 
+OF_RUN = "is a checkpoint of the run fp8: give fp8, and to choose one --step"
+
+
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
@@ -203,17 +206,12 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Pat
         (["verify", "fp8", "--against", "fp8"], "is a run of octavo train, not a packed folder: octavo pack fp8"),
         (["unpack", "fp8", "out"], "a run of octavo train, not a packed folder: octavo pack fp8.*octavo report fp8"),
         (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),
-        *(
-            ([*words, "fp8/step-00000004", *more], "is a checkpoint of the run fp8: give fp8, and to choose one --step")
-            for words, *more in (
-                (["generate"], "--prompt", "a"),
-                (["evaluate"],),
-                (["pack"], "out"),
-                (["report"],),
-                (["compare", "bf16"],),
-                (["train", "--resume"],),
-            )
-        ),
+        (["generate", "fp8/step-00000004", "--prompt", "a"], OF_RUN),
+        (["evaluate", "fp8/step-00000004"], OF_RUN),
+        (["pack", "fp8/step-00000004", "out"], OF_RUN),
+        (["compare", "bf16", "fp8/step-00000004"], OF_RUN),
+        (["report", "fp8/step-00000004"], OF_RUN),
+        (["train", "--resume", "fp8/step-00000004"], OF_RUN),
         (["pack", "fp8", "fp8/step-00000004/out"], "would lie in a checkpoint of the run .*fp8, which removes"),
         (
             ["pack", "fp8", "fp8/step-00000004/a.gguf", "--layout", "gguf", "--no-tokenizer"],

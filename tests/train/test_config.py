@@ -111,6 +111,19 @@ def test_words_of_the_command_line(words, expected):
         (["--steps", "30", "--layers", "2", "--steps=40"], ["--steps must be given once"]),
         (["--no-steps"], ["no_steps"]),
         (["--model=mixture", "--experts.top-k=9"], ["experts.top_k 9 requires as many experts; got experts.count 8"]),
+        (["--optimizer.masters=host", "--precision=fp16"], ["masters host requires precision bf16; got fp16: leave"]),
+        (
+            ["--optimizer.masters=host", "--optimizer.weights=bf16"],
+            ["masters host requires optimizer.weights fp32; got bf16: leave"],
+        ),
+        (
+            ["--optimizer.masters=host", "--optimizer.state=8bit"],
+            ["masters host requires optimizer.state fp32; got 8bit: leave"],
+        ),
+        (
+            ["--optimizer.masters=host", "--optimizer.offload"],
+            ["masters host requires optimizer.offload False; got True: leave"],
+        ),
         (["--precision", "fp16", "--optimizer.offload"], ["optimizer.offload True requires precision bf16"]),
         *((["--seed", seed], [f"0 to 2^63 - 1; got {seed}"]) for seed in ("9" * 20, "-1", str(1 << 63))),
     ],

@@ -41,7 +41,6 @@ def base(request, bases):
 
 
 def opened_by_peft(base, checkpoint):
-    """The model that PEFT makes of a base and the adapters of a checkpoint."""
     if base.name == "packed":
         model = octavo.load(base)
     else:

@@ -39,7 +39,6 @@ RUNS = [
 
 
 def stop_after(trainer, step):
-    """Run up to `step`, end with a signal."""
     after_steps(trainer, lambda: trainer.state.step == step and os.kill(os.getpid(), signal.SIGTERM))
     assert trainer.run().step == step
 
@@ -49,7 +48,6 @@ def files(folder):
 
 
 def assert_same_run(found, required, records):
-    """Every number of every step, and every byte of the last checkpoint."""
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate", "largest_weight", "sample"):
         assert records(found, key) == records(required, key)
     assert files(RunFolder(found).newest()) == files(RunFolder(required).newest())
@@ -170,7 +168,6 @@ def refuses(folder, go_on, error, *essentials, overrides=()):
 
 
 def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp_path, monkeypatch):
-    """Another model, and a broken checkpoint, before memory is taken."""
     data, run = tmp_path / "data.txt", tmp_path / "run"
     data.write_text("a text to begin with, " * 50)
     begin(recipe="bf16", steps=4, data=(str(data),)).run()
@@ -301,7 +298,6 @@ def test_a_second_start_and_a_resume_of_a_live_run_are_refused(begin, go_on, rec
 
 @pytest.fixture
 def trunk(begin):
-    """The run of a BF16 trunk of 8 steps, with checkpoints after 4 and 8."""
     trainer = begin(recipe="bf16")
     trainer.run()
     return trainer.run_folder
