@@ -167,17 +167,10 @@ def test_a_damaged_checkpoint_is_refused(
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("kept", "advice"), [(2, "to resume from the one before it"), (1, "start it again in another")]
-)
-def test_the_remedy_of_a_damaged_checkpoint_is_there(
-    refused: Refused, trained: Path, tmp_path: Path, kept: int, advice: str
-) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(refused: Refused, trained: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(trained / "bf16", tmp_path / "run")
-    if kept == 1:
-        shutil.rmtree(copy / "step-00000002")
     (copy / "step-00000004" / "train.json").unlink()
-    assert advice in refused("train", "--resume", copy, "--steps", "6")
+    assert "to resume from the one before it" in refused("train", "--resume", copy, "--steps", "6")
 
 
 # --- Folders of another kind, and options that do nothing

@@ -106,8 +106,6 @@ def cut(name, share):
 
 
 def described(change):
-    """Change train.json: `change` gives the new text of the values."""
-
     def damage(folder):
         values = json.loads((folder / "train.json").read_text())
         (folder / "train.json").write_text(change(values))
@@ -116,8 +114,6 @@ def described(change):
 
 
 def stored(name, change):
-    """Change the tensors of a file: `change` gives the new ones."""
-
     def damage(folder):
         save_file(change(load_file(folder / name)), folder / name)
 

@@ -117,11 +117,15 @@ def test_it_is_for_one_process():
         check_parallel(config, Degrees(1, 2, 1), torch.device("cpu"))
 
 
-def test_the_masters_are_not_cast(begin):
+def test_outside_of_a_pass_the_masters_compute_and_are_not_cast(begin):
     """As a search of short runs casts weights: these bytes would stand in the place of those on the device."""
     trainer = begin(recipe="rowwise", **HOST)
+    tokens, _ = trainer.validation.at(0)
     with trainer.state.cast_once():
+        before = trainer.model(tokens)
         assert {m.weight_cache.q for m in trainer.model.modules() if isinstance(m, Linear)} == {None}
+    trainer.evaluate()
+    assert torch.equal(trainer.model(tokens), before)
     trainer.lock.close()
 
 
@@ -136,13 +140,4 @@ def test_a_promoted_layer_leaves_no_second_copy_of_the_weights(begin):
         promote(layer, "bf16")
         trainer.step()
         assert [held for held in before if held() is not None] == []
-    trainer.lock.close()
-
-
-def test_a_pass_outside_of_a_step_computes_with_the_masters(begin):
-    trainer = begin(recipe="rowwise", **HOST)
-    tokens, _ = trainer.validation.at(0)
-    before = trainer.model(tokens)
-    trainer.evaluate()
-    assert torch.equal(trainer.model(tokens), before)
     trainer.lock.close()

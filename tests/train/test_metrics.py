@@ -313,7 +313,6 @@ def model_of_ranks():
 
 
 def look(rank):
-    """Compare the instruments on a sharded model with those on the whole one; an exception fails the test."""
     mesh = init_device_mesh("cpu", (2,))
     x, whole = torch.ones(3, 5), model_of_ranks()
     sharded = model_of_ranks()
