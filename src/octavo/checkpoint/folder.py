@@ -181,12 +181,11 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_error(path: Path, error: OSError) -> WriteError:
     """The error for a write to `path` that the system refused. Its message says why and what to do."""
-    existing = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
-    free, limit = shutil.disk_usage(existing).free, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    is_short = "requested and" in str(error)  # so says numpy of a full disk, and of a file at its limit
-    if error.errno == errno.EFBIG or (is_short and 0 <= limit < free):  # -1: no limit
-        reason = f"{os.strerror(errno.EFBIG)}: raise the limit of this shell (ulimit -f)"
-    elif error.errno in (errno.ENOSPC, errno.EDQUOT) or is_short:
+    too_large = error.errno == errno.EFBIG
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested and" in str(error):  # so says numpy
+        existing = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
+        free, limit = shutil.disk_usage(existing).free, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        too_large = error.errno is None and 0 <= limit < free  # -1: no limit
         reason = f"the disk is full ({free / 1e6:.0f} MB are free there): make room"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         reason = f"that place cannot be written ({error.strerror}): choose another"
@@ -194,6 +193,8 @@ def write_error(path: Path, error: OSError) -> WriteError:
         reason = f"a part of that path is a file, not a folder ({error.strerror}): choose another"
     else:
         reason = str(error)
+    if too_large:
+        reason = f"{os.strerror(errno.EFBIG)}: raise the limit of this shell (ulimit -f)"
     return WriteError(f"could not write {path}: {reason}; nothing that existed was changed")
 
 
@@ -486,7 +487,7 @@ def check_config(folder: Path, wanted: str) -> None:
 
 def run_of(checkpoint: Path) -> Path | None:
     """The run that a folder is a checkpoint of; None for another folder."""
-    found = (checkpoint / "train.json").is_file() and RunFolder(checkpoint.parent).has_model
+    found = os.path.isfile(checkpoint / "train.json") and RunFolder(checkpoint.parent).has_model
     return checkpoint.parent if found else None
 
 
