@@ -266,10 +266,10 @@ def link(channels: int, runners: dict[str, Runner], network: ranks.Network, roun
 def group(channels: int) -> distributed.ProcessGroup:
     """A group of all ranks whose NCCL uses at most so many channels."""
     if harness.DEVICE == "cpu":
-        return distributed.new_group()  # type: ignore[no-any-return]
+        return distributed.new_group()
     options = distributed.ProcessGroupNCCL.Options()
     options.config.max_ctas = channels
-    return distributed.new_group(pg_options=options)  # type: ignore[no-any-return]
+    return distributed.new_group(pg_options=options)
 
 
 @harness.benchmark(layers=llama.CONFIG.layers // 2, rounds=6, channels="", only="")

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, n, bias=False) for n in (width, kv_width, kv_width, width))
 
     def forward(self, n: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.o(attend((self.q(n), self.k(n), self.v(n)), cos, sin))  # type: ignore[no-any-return]
+        return self.o(attend((self.q(n), self.k(n), self.v(n)), cos, sin))
 
 
 class MLP(nn.Module):
@@ -60,7 +60,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_width, config.width, bias=False)
 
     def forward(self, n: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
+        return self.down(F.silu(self.gate(n)) * self.up(n))
 
 
 class PlainBlock(nn.Module):
@@ -73,7 +73,7 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.norm2(x))
 
 
 def attend(projections: Iterable[Tensor], cos: Tensor, sin: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Runner:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     def body(self) -> None:
         self.model.base_model.model.model(input_ids=self.ids).last_hidden_state.backward(self.dy)

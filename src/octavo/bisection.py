@@ -34,7 +34,6 @@ from octavo.evaluation.metrics import student_quantile
 from octavo.nn import select_linears
 from octavo.nn.linear import RecipeLayer
 from octavo.recipe import GEMMS
-from octavo.scales import cast_once
 from octavo.train.config import Config, ConfigError
 from octavo.train.model import chosen_recipe
 from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
@@ -345,7 +344,7 @@ class ShortRuns:
         return self.config.change(**changes)
 
     def _train(self, trainer: Trainer) -> tuple[float, ...]:
-        with cast_once(trainer.model):
+        with trainer.state.cast_once():
             losses = []
             for step in range(1, self.steps + 1):
                 losses.append(trainer.step()[0])
@@ -353,8 +352,6 @@ class ShortRuns:
         found: list[float] = mean_of_ranks(torch.stack(losses)).tolist()
         diverged = next((at for at, loss in enumerate(found) if not math.isfinite(loss)), len(found) - 1)
         return tuple(loss if math.isfinite(loss) else math.inf for loss in found[: diverged + 1])
-
-    # --- The folder ------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[ShortRun]:
         """The runs that the folder has, after a check that they are of these settings."""

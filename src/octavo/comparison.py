@@ -106,8 +106,6 @@ def seen_calls(modules: dict[str, nn.Module], see: See) -> Iterator[None]:
 
 
 class _SeenLayer:
-    """The hooks of a layer."""
-
     def __init__(self, name: str, see: See) -> None:
         self.name, self.see = name, see
 

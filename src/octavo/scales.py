@@ -11,8 +11,6 @@
 With constant scales an input is quantized to the same bytes in every call, whatever else is in its batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -207,9 +205,6 @@ def _run(
 
 # ---- Weights cast once an optimizer step instead of once a micro-batch, by caching their quantized bytes.
 #
-#     with octavo.scales.cast_once(model):        # around an accumulation, or around the whole training loop
-#         for batch in micro_batches: ...
-#
 # Outside the block every forward pass casts the weights, so nothing can be stale. Inside it the weights are cast again
 # after each step of any torch optimizer and each `load_state_dict` of the model. The new bytes go into the same memory,
 # so that compiled code and CUDA graphs read them too. An eager forward pass also checks whether a weight was replaced,
@@ -271,7 +266,7 @@ class _Refresh:
     def __call__(self, *_: Any) -> None:
         _fill(self.caches)
 
-    def __reduce__(self) -> tuple[type[_Refresh], tuple[()]]:
+    def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
         return _Refresh, ()
 
 

@@ -414,8 +414,7 @@ class GpuAutocast:
         policy = autocast_policies().get(name) if _handles(name, "AutocastCUDA") else None
         if policy is None and operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             # Only the CPU's autocast handles it: on a GPU, its parts are cast.
-            decompose: Callable[..., Any] = operation.decompose
-            return decompose
+            return operation.decompose
 
         def run(*args: Any, **keywords: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(_KEY):

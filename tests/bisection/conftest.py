@@ -12,7 +12,6 @@ TINY = SMALLEST | {
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A text file."""
     return write_text(tmp_path_factory, 100)
 
 

@@ -172,7 +172,6 @@ def test_bf16_that_diverges_is_not_blamed_on_fp8(settings, tmp_path):
 
 
 def search(rank, folder, settings):
-    """The result of a search, and the runs that this rank saw."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     made = []
     found = bisect(

@@ -219,6 +219,10 @@ def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path):
         said = str(write_error(tmp_path / "a/b", error))
         assert reason in said
         assert other not in said
+    for error in (OSError(27, "File too large"), OSError("8704 requested and 2432 written")):
+        with files_of_at_most(512):
+            said = str(write_error(tmp_path / "a/b", error))
+        assert "a/b: File too large: raise the limit of this shell (ulimit -f); nothing" in said
 
 
 # ---- What is copied beside a model: whole folders of sentence-transformers among it

@@ -320,7 +320,7 @@ def refused(rank: int) -> None:
     for model, shape, words in (
         (nn.Linear(4, 4), (3,), "Linear has no experts that octavo.convert knows"),
         (layer("bf16"), (3,), "experts has 8 experts, which 3 ranks cannot share evenly"),
-        (layer("bf16"), (3, 1), "expert parallelism needs a mesh of one dimension"),
+        (layer("bf16"), (3, 1), "expert_parallel takes a mesh of one dimension"),
     ):
         with pytest.raises(ValueError, match=words):
             expert_parallel(model, init_device_mesh("cpu", shape))

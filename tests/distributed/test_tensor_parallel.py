@@ -116,7 +116,6 @@ def refusals(rank):
 
 
 def restored(rank):
-    """Restored layers are still parallel."""
     model, norm = examples.two_layers(), nn.LayerNorm(96)
     parallelize_module(model, examples.mesh_of(2), {"0": ColumnParallel(), "2": RowParallel()})
     octavo.convert(model)

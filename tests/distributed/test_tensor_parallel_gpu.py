@@ -76,7 +76,6 @@ def test_layers_of_two_gpus():
 
 
 def train(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The logits and the gradients."""
     with torch.autocast("cuda", torch.bfloat16):
         logits = model(tokens)
         logits.float().square().mean().backward()

@@ -255,7 +255,6 @@ def test_a_model_of_ours_returns_the_loss_of_labels(config):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_it_compiles_as_a_whole_and_layer_by_layer(name):
     model = make(name)

@@ -90,6 +90,7 @@ LLAMA = "llama-3.1-8b"
         (["gpt2", "--contxt", "128"], "did you mean 'context'"),
         ([""], "MODEL must name a model, such as llama-3-8b; got an empty word"),
         (["7B", "--compare", "gpus=1,2"], "--compare needs a model: a number of parameters has one table"),
+        (["0B"], "a number of parameters or tokens must be at least 1; got 0B"),
         (["7B", "--recipe", "bf16"], "--recipe needs a model: a number of parameters has one table"),
     ],
 )

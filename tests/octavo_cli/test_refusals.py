@@ -167,6 +167,12 @@ def test_a_damaged_checkpoint_is_refused(
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(refused: Refused, trained: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(trained / "bf16", tmp_path / "run")
+    (copy / "step-00000004" / "train.json").unlink()
+    assert "to resume from the one before it" in refused("train", "--resume", copy, "--steps", "6")
+
+
 # --- Folders of another kind, and options that do nothing
 
 
@@ -182,6 +188,9 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Pat
     return root
 
 
+OF_RUN = "is a checkpoint of the run fp8: give fp8, and to choose one --step"
+
+
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
@@ -190,6 +199,18 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Pat
         (["verify", "fp8", "--against", "fp8"], "is a run of octavo train, not a packed folder: octavo pack fp8"),
         (["unpack", "fp8", "out"], "a run of octavo train, not a packed folder: octavo pack fp8.*octavo report fp8"),
         (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),
+        (["generate", "fp8/step-00000004", "--prompt", "a"], OF_RUN),
+        (["evaluate", "fp8/step-00000004"], OF_RUN),
+        (["pack", "fp8/step-00000004", "out"], OF_RUN),
+        (["compare", "bf16", "fp8/step-00000004"], OF_RUN),
+        (["report", "fp8/step-00000004"], OF_RUN),
+        (["train", "--resume", "fp8/step-00000004"], OF_RUN),
+        (["pack", "fp8", "fp8/step-00000004/out"], "would lie in a checkpoint of the run .*fp8, which removes"),
+        (
+            ["pack", "fp8", "fp8/step-00000004/a.gguf", "--layout", "gguf", "--no-tokenizer"],
+            "would lie in a checkpoint of the run .*fp8",
+        ),
+        (["pack", "bf16", "out", "--rotate", "--seed", "-1"], r"seed must be an integer from 0 to 2\^63 - 1; got -1"),
         (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
         (["calibrate", ".", "out", "--data", "text.txt"], "holds no config.json: give a run of octavo train, or a"),
         (["train", "--model", "fp8", "--out", "tuned"], "fp8 is a run of octavo train: continue it with --resume"),

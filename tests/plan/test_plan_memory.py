@@ -168,7 +168,6 @@ def test_a_block_on_images_saves_queries_keys_and_values_once():
     assert block * TOKENS == pytest.approx((alive(4) - alive(2)) / 2, rel=0.03)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixture", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ["bf16", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_compiled_blocks_save_each_input_once(kind, recipe):
@@ -177,7 +176,6 @@ def test_compiled_blocks_save_each_input_once(kind, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_layers_save_an_input_once_for_each_history():
     recipes = ("delayed", "tensorwise")
     delayed, tensorwise = ((saved("llama", each, 3) - saved("llama", each, 1)) / 2 for each in recipes)

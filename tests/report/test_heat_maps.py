@@ -14,7 +14,6 @@ BY_KEY = {metric.key: metric for metric in heat_maps.METRICS}
 
 
 def decoded(grid: dict, metric: heat_maps.Metric) -> np.ndarray:
-    """The values of a grid as the page computes them."""
     codes = np.frombuffer(base64.b64decode(grid["codes"]), "<u2").astype(np.float64)
     low, high = grid["low"], grid["high"]
     if metric.log and low == 0:  # no value is above 0

@@ -16,7 +16,6 @@ from octavo.watching.storage import Event, GemmRun
 
 
 def data_of(html: str) -> Any:
-    """The values that the page's code reads."""
     (text,) = re.findall('<script type="application/json" id="data">(.*?)</script>', html, re.S)
     return json.loads(text)
 

@@ -37,14 +37,12 @@ def pointers(model: nn.Module) -> list[int]:
 
 
 def packed_afresh(model: Any, folder: Path, head: Any = "bf16", **how: Any) -> Any:
-    """The engine of a model, packed and loaded."""
     model.save_pretrained(folder / "model")
     pack(folder / "model", folder / "packed", **how)
     return octavo.load(folder / "packed", head=head)
 
 
 def trained(name: str, recipe: str | None = "rowwise", dtype: torch.dtype = torch.float32, **convert: Any) -> Any:
-    """A model of other weights than those of the folders."""
     model = built(name, seed=1).to(dtype)
     if recipe is not None:
         octavo.convert(model, recipe, **convert)

@@ -24,7 +24,6 @@ from octavo.watching.storage import read_watch
 
 
 def pair(made: Folders, recipe: str | None = "rowwise", **settings: Any) -> tuple[Any, Any]:
-    """A model in training in BF16, and a live one that has its weights."""
     model = built("llama", seed=1).eval()
     for parameter in model.parameters():  # the rotary frequencies stay in float32, as in a model that is opened
         parameter.data = parameter.data.bfloat16()

@@ -11,7 +11,7 @@ import octavo
 from octavo.checkpoint.files import model_tensors
 from octavo.nn.delayed import histories
 from octavo.scales import scale_state
-from octavo.train.optimizer import optimizer_state
+from octavo.train.optimizer import first_state, optimizer_state
 from octavo.train.saving import TrainState
 
 
@@ -33,6 +33,7 @@ def make_state(layout="plain", *, recipe="bf16", width=13, steps=0):
     octavo.convert(model, recipe, skip=["down"])
     shard(model, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.state.update({p: first_state(optimizer, p) for p in model.parameters()})
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"), "print")
     for _ in range(steps):
         take_step(state)

@@ -6,8 +6,6 @@ token, as on NVIDIA GPUs. Which scheme a folder has, the names and shapes of its
 what stays in BF16 is its own.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -17,7 +17,6 @@ from octavo.train.trainer import resume_run, start_run
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A text file."""
     return write_text(tmp_path_factory, 300)
 
 

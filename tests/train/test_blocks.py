@@ -53,7 +53,6 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
 def test_compiled_blocks_recompute(recipe):
     """In every version of PyTorch: 2.11 saved all tensors of layers that Dynamo traces, as those with histories."""
@@ -209,7 +208,6 @@ def test_bf16_and_fp8_learn_alike(losses):
     ],
     ids=["checkpointing", "chunks", "accumulation", "compiled"],
 )
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
 def test_settings_that_compute_the_same(losses, changes):
     expected = losses("plain", steps=4)
     assert losses("other", steps=4, **changes) == pytest.approx(expected, abs=0.02)

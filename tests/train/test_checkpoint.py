@@ -36,7 +36,6 @@ DESCRIBED = ["step", "skipped_steps", "fingerprint", "scaler"]
 
 
 def all_of(trainer):
-    """All that a checkpoint restores, copied."""
     state = trainer.state
     tensors = model_tensors(state.model) | optimizer_state(state.model, state.optimizer) | scale_state(state.model)
     return {"random": torch.get_rng_state()} | {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -90,7 +89,6 @@ def test_a_flipped_bit_is_named_by_whoever_reads_it(saved, stem):
 
 
 def refuses(trainer, folder, *essentials):
-    """Loading `folder` raises an ArtifactError with these essentials, and changes nothing."""
     before = all_of(trainer)
     with pytest.raises(ArtifactError) as caught:
         load_checkpoint(folder, trainer.state)
@@ -100,8 +98,6 @@ def refuses(trainer, folder, *essentials):
 
 
 def cut(name, share):
-    """Leave `share` of a file of the checkpoint."""
-
     def damage(folder):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[: int(len(content) * share)])
@@ -110,8 +106,6 @@ def cut(name, share):
 
 
 def described(change):
-    """Change train.json: `change` gives the new text of the values."""
-
     def damage(folder):
         values = json.loads((folder / "train.json").read_text())
         (folder / "train.json").write_text(change(values))
@@ -120,8 +114,6 @@ def described(change):
 
 
 def stored(name, change):
-    """Change the tensors of a file: `change` gives the new ones."""
-
     def damage(folder):
         save_file(change(load_file(folder / name)), folder / name)
 
@@ -141,7 +133,7 @@ def without(tensors, name):
 
 
 TENSORS, RANDOM, MOMENT = FILES[:2], "random.cpu", "model.norm.weight.exp_avg"
-ADVICE = "Move that folder out of the run to resume"
+ADVICE = "start it again in another folder"
 DAMAGES = [  # what is done to the folder, and what the error must contain
     *((lambda folder, name=name: (folder / name).unlink(), [name, "is missing", ADVICE]) for name in FILES),
     *((cut(name, share), [name]) for name in FILES for share in (0, 0.1, 0.5, 0.9)),
@@ -371,7 +363,6 @@ def loaded_by_two(rank, folder):
 
 
 def test_files_do_not_depend_on_the_ranks_and_any_number_of_ranks_loads_them(tmp_path):
-    """4 ranks to 2 and to 1, and 1 to 2."""
     run = RunFolder(tmp_path)
     run_ranks(4, saved_by_four, str(tmp_path))
     save(run, "plain", 3, 9)

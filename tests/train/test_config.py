@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calibration_examples import write_model
 from rich.console import Console
 
 from octavo.models.tokenizer import ByteTokenizer
@@ -106,9 +107,23 @@ def test_words_of_the_command_line(words, expected):
         (["--data="], ["data", "at least one"]),
         (["--steps", "9" * 26], ["steps must be below 2^63; got " + "9" * 26]),
         (["--skip", ""], ["--skip has an empty value", "--skip= for an empty list"]),
+        (["--data", ""], ["--data has an empty value: give at least one entry"]),
         (["--steps", "30", "--layers", "2", "--steps=40"], ["--steps must be given once"]),
         (["--no-steps"], ["no_steps"]),
         (["--model=mixture", "--experts.top-k=9"], ["experts.top_k 9 requires as many experts; got experts.count 8"]),
+        (["--optimizer.masters=host", "--precision=fp16"], ["masters host requires precision bf16; got fp16: leave"]),
+        (
+            ["--optimizer.masters=host", "--optimizer.weights=bf16"],
+            ["masters host requires optimizer.weights fp32; got bf16: leave"],
+        ),
+        (
+            ["--optimizer.masters=host", "--optimizer.state=8bit"],
+            ["masters host requires optimizer.state fp32; got 8bit: leave"],
+        ),
+        (
+            ["--optimizer.masters=host", "--optimizer.offload"],
+            ["masters host requires optimizer.offload False; got True: leave"],
+        ),
         (["--precision", "fp16", "--optimizer.offload"], ["optimizer.offload True requires precision bf16"]),
         *((["--seed", seed], [f"0 to 2^63 - 1; got {seed}"]) for seed in ("9" * 20, "-1", str(1 << 63))),
     ],
@@ -338,6 +353,16 @@ def test_memory_counts_the_parts_of_each_process(monkeypatch):
     with pytest.raises(ConfigError, match=r"divided among 8 processes, 141 GB .* 80 GB.*torchrun"):
         check_memory(config, LLAMA_VOCABULARY, gpu, parts=8)
     check_memory(config, LLAMA_VOCABULARY, gpu, parts=64)
+
+
+def test_memory_counts_the_weights_of_a_folder(begin, monkeypatch, tmp_path):
+    llama = write_model(tmp_path / "llama", "llama")
+    monkeypatch.setattr("octavo.train.model.total_memory", lambda device: 1e6)
+    with pytest.raises(
+        ConfigError,
+        match="too many parameters .* 28 bytes for each .*a copy for checkpoints.*cpu has 0 GB. Choose a smaller",
+    ):
+        begin(model=str(llama), optimizer={"masters": "host"})
 
 
 def test_a_tokenizer_by_its_name(begin, go_on, tmp_path):

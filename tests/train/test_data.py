@@ -55,8 +55,6 @@ def test_fingerprint_tells_tokens_and_split():
 
 
 class Wide:
-    """A tokenizer whose ids do not fit 16 bits."""
-
     vocabulary_size = 65537
 
     def encode_batch(self, texts):
@@ -95,7 +93,6 @@ TOKENS = np.arange(7 * 10 + 1 + 3, dtype=np.uint16)  # 10 sequences of 7, a last
 
 
 def starts(batches, count):
-    """The index of the sequence in each row of the first `count` batches."""
     return [int(row[0]) // 7 for index in range(count) for row in batches.at(index)[0]]
 
 
@@ -144,7 +141,6 @@ def test_bad_batches():
 
 
 def offsets(batches, count):
-    """Where each row of the first `count` batches begins: the tokens count up from 0."""
     return [int(row[0]) for index in range(count) for row in batches.at(index)[0]]
 
 

@@ -74,8 +74,6 @@ def test_so_many_more_pairs_with_the_same_spread_decide():
 
 @pytest.fixture
 def run(tmp_path):
-    """run(losses, **settings): a run with evaluations every ten steps."""
-
     def make(*losses, **settings):
         base = {"recipe": "bf16", "seed": 0, "out": "x", "batch": 2, "disturb": 0.0}
         name = "-".join(map(str, settings.values())) or "bf16"

@@ -188,7 +188,6 @@ def test_settings_that_are_not_given_fit_the_model_and_transformers_says_nothing
 
 @pytest.fixture
 def calibrated(tmp_path, text):
-    """(model, calibration): the folders of a tiny Llama and of its calibration."""
     model = write_model(tmp_path / "model", "llama")
     calibrate(model, [str(text)], tmp_path / "calibrated", prompts=PromptOptions(samples=8, context=32, batch=4))
     return model, tmp_path / "calibrated"

@@ -39,7 +39,6 @@ def test_a_signal_that_is_ignored_stays_ignored():
 
 
 def signalled(trainer, monkeypatch, where, step):
-    """Send SIGTERM to this process when the run comes to the end of `where` at `step`."""
     owner = CheckpointWriter if where == "save" else trainer
     original = getattr(owner, where)
 

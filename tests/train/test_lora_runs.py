@@ -41,7 +41,6 @@ def base(request, bases):
 
 
 def opened_by_peft(base, checkpoint):
-    """The model that PEFT makes of a base and the adapters of a checkpoint."""
     if base.name == "packed":
         model = octavo.load(base)
     else:
@@ -136,6 +135,8 @@ REFUSED = [  # settings, the kind of base, and what the error says
     ({"lora": 0, "targets": ("q_proj",)}, "bf16", "targets ('q_proj',) requires adapters; got lora 0"),
     ({"targets": ("q",)}, "bf16", "targets has 'q', and the linear layers are down_proj, gate_proj, k_proj"),
     ({"optimizer.offload": True}, "bf16", "optimizer.offload True requires a run that trains all weights; got lora 4"),
+    ({"lora": 100_000}, "bf16", "lora 100000 requires layers with as many features; got model.layers.0."),
+    ({"lora": 100_000}, "packed", "lora 100000 requires layers with as many features; got model.layers.0."),
     ({"recipe": "tensorwise"}, "packed", "its layers compute by its schemes: leave recipe, skip,"),
     ({}, "experts", "model.layers.0.mlp.experts (2 such modules) has stacked experts; PEFT would add"),
 ]

@@ -39,7 +39,6 @@ def tokens(count=16):
 
 
 def gradients(model, loss):
-    """The loss and the gradients by name."""
     value = loss(model, *tokens())
     value.backward()
     return {"loss": value.detach()} | {name: p.grad for name, p in model.named_parameters()}

@@ -170,8 +170,6 @@ def test_without_a_board_the_error_names_the_extra_and_nothing_is_written(begin,
 
 
 class Refusing(io.StringIO):
-    """A file that cannot be written."""
-
     name = "run/metrics.jsonl"
 
     def __init__(self, number):
@@ -310,13 +308,11 @@ def test_layers_that_differ_are_named_together():
 
 
 def model_of_ranks():
-    """A model of which one parameter has fewer rows than there are ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 1))
 
 
 def look(rank):
-    """Compare the instruments on a sharded model with those on the whole one; an exception fails the test."""
     mesh = init_device_mesh("cpu", (2,))
     x, whole = torch.ones(3, 5), model_of_ranks()
     sharded = model_of_ranks()

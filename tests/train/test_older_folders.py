@@ -22,7 +22,6 @@ GOES_ON = {"run": (16, 5.392937660217285), "sharded": (12, 5.425895690917969)}  
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A copy of the folders whose settings name the text in the copy."""
     copy = shutil.copytree(OLD, tmp_path / "old")
     for settings in copy.glob("*/config.json"):
         settings.write_text(settings.read_text().replace("FOLDER", str(copy)))

@@ -117,7 +117,6 @@ def summed(model):
 
 @functools.cache
 def expected():
-    """The sum in float64 of the BF16 gradients of the micro-batches."""
     total = torch.zeros(12, 8, dtype=torch.float64)
     for x in inputs():
         layer = make_layer()
@@ -191,8 +190,6 @@ def test_sharded_weights_too():
 
 
 class Clipped(nn.Module):
-    """Two layers, and one that gets no gradient."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -209,7 +206,6 @@ def backward(model):
 
 
 def exact_norm(model):
-    """The norm of the gradients in float64."""
     return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
 
 
@@ -395,7 +391,6 @@ def train_state(model, adamw, step=0):
 
 
 def state_bytes(model, adamw):
-    """The bytes of each tensor of the state, by name."""
     found = optimizer_state(model, adamw)
     plain = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
     return {name: t.reshape(-1).view(torch.uint8).tolist() for name, t in plain.items()}

@@ -50,7 +50,6 @@ THREE = TINY | {"steps": 3, "warmup": 1, "clip": 0}
 
 
 def train(rank, folder, text, settings):
-    """The losses and the weights after three steps, and the evaluation loss."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
     config = Config.from_dict(tiny(THREE, {"data": [text], "out": f"{folder}/run"} | settings))
@@ -206,7 +205,6 @@ SETTINGS = json.dumps(TINY | {"batch": 4, "steps": 4, "save_every": 2, "log_ever
 
 
 def fail_in_step_3(*words):
-    """`octavo train words`, of which rank 1 fails."""
     step = Trainer.step
 
     def fail(trainer):

@@ -29,12 +29,10 @@ def experts(trainer):
 
 
 def gate_and_up(trainer):
-    """The matrices [F, K] of the expert."""
     return experts(trainer).gate_up_proj.data[EXPERT].chunk(2)
 
 
 def amax_jump(trainer):
-    """The input of down is 50 times as large."""
     gate_and_up(trainer)[1].mul_(50)
 
 

@@ -58,7 +58,6 @@ def underflow_in_dw(trainer):
 
 
 def scale(trainer, name, value):
-    """Hold the scale of x."""
     history = layer(trainer, name).histories.of("x")
     history.scale.fill_(value * float(history.scale))
     history.rule = replace(history.rule, interval=10**9)

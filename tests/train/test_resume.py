@@ -19,7 +19,7 @@ from torch import nn
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import LockedError, RunFolder
-from octavo.train import trainer as training
+from octavo.train import model as models
 from octavo.train.config import Config, ConfigError
 from octavo.train.saving import disturb_weights
 from octavo.train.trainer import branch_settings, start_or_resume, start_run
@@ -39,7 +39,6 @@ RUNS = [
 
 
 def stop_after(trainer, step):
-    """Run up to `step`, end with a signal."""
     after_steps(trainer, lambda: trainer.state.step == step and os.kill(os.getpid(), signal.SIGTERM))
     assert trainer.run().step == step
 
@@ -49,7 +48,6 @@ def files(folder):
 
 
 def assert_same_run(found, required, records):
-    """Every number of every step, and every byte of the last checkpoint."""
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate", "largest_weight", "sample"):
         assert records(found, key) == records(required, key)
     assert files(RunFolder(found).newest()) == files(RunFolder(required).newest())
@@ -96,6 +94,7 @@ def test_what_a_kill_between_logging_and_saving_leaves(begin, go_on, records, tm
     run = RunFolder(tmp_path / "run")
     run.checkpoint(8).rename(run.path / ".step-00000008.partial")
     (run.path / ".step-00000008.partial" / "train.json").unlink()
+    (run.path / ".step-00000008.lock").touch()
     os.truncate(run.metrics, run.metrics.stat().st_size - 100)
     go_on(run.path).run()
     assert_same_run(run.path, tmp_path / "whole", records)
@@ -169,7 +168,6 @@ def refuses(folder, go_on, error, *essentials, overrides=()):
 
 
 def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp_path, monkeypatch):
-    """Another model, and a broken checkpoint, before memory is taken."""
     data, run = tmp_path / "data.txt", tmp_path / "run"
     data.write_text("a text to begin with, " * 50)
     begin(recipe="bf16", steps=4, data=(str(data),)).run()
@@ -184,14 +182,14 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
     ):
         refuses(run, go_on, ValueError, *essentials, overrides=words.split())
     monkeypatch.setattr(nn.Module, "to", lambda *args: pytest.fail("the model is on its device"))
-    monkeypatch.setattr(training, "make_trained_model", lambda *args: pytest.fail("the model is made"))
+    monkeypatch.setattr(models, "make_trained_model", lambda *args: pytest.fail("the model is made"))
     refuses(run, go_on, ArtifactError, "another model", overrides=["--layers", "3"])
     settings = json.loads((run / "config.json").read_text())
     for path, text, error, *essentials in (
         *((run / "config.json", text, ArtifactError) for text in ("", "{", "[1]", '"text"')),
         (run / "config.json", json.dumps(settings | {"recipee": "bf16"}), ConfigError, "did you mean 'recipe'?"),
-        (run / "step-00000004" / "model.safetensors", "short", ArtifactError, "Move that folder out of the run"),
-        (run / "step-00000004" / "optimizer.safetensors", "short", ArtifactError, "Move that folder out of the run"),
+        (run / "step-00000004" / "model.safetensors", "short", ArtifactError, "start it again in another folder"),
+        (run / "step-00000004" / "optimizer.safetensors", "short", ArtifactError, "start it again in another folder"),
         (data, "a text that was edited, " * 50, ArtifactError, "the data is not what", "pass the same --data"),
     ):
         whole = path.read_bytes()
@@ -300,7 +298,6 @@ def test_a_second_start_and_a_resume_of_a_live_run_are_refused(begin, go_on, rec
 
 @pytest.fixture
 def trunk(begin):
-    """The run of a BF16 trunk of 8 steps, with checkpoints after 4 and 8."""
     trainer = begin(recipe="bf16")
     trainer.run()
     return trainer.run_folder

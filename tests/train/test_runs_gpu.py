@@ -60,7 +60,6 @@ def promoted(trainer):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_bad_step_is_repeated_with_its_layer_in_bf16(begin, recipe):
     trainer = begin(recipe=recipe, **SETTINGS)
@@ -71,7 +70,6 @@ def test_a_bad_step_is_repeated_with_its_layer_in_bf16(begin, recipe):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_blocks_go_on_with_promoted_layers(begin, found):
     trainer = begin(compile={"blocks": True}, **SETTINGS)
     found(10, event(DOWN), event(UP, "underflow", "dy"))
@@ -91,8 +89,6 @@ SETTINGS_PARALLEL_RUN = {
 
 @pytest.fixture
 def train(tmp_path, text):
-    """train(processes, *words): the records of a run under torchrun, and its output."""
-
     def make(processes, *words):
         folder = tmp_path / f"{processes}"
         folder.mkdir()

@@ -168,7 +168,6 @@ def test_a_warning_may_stop_the_run_with_a_checkpoint(begin, found):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
 def test_compiled_blocks_go_on_with_promoted_layers(begin, go_on, found):
     torch._dynamo.reset()
     blocks = {"blocks": True, "backend": "eager"}
@@ -301,7 +300,6 @@ def trainer(begin, request):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
 def test_the_layer_is_named_wherever_it_is(trainer):
     assert found(trainer) is None
     model = trainer.model.model

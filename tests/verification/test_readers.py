@@ -1,7 +1,5 @@
 """Readers that misinterpret a folder, fail, or are not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys

@@ -30,7 +30,6 @@ def train(model, watch, steps, x=None, change=None):
 
 
 def judged(watch, sample):
-    """The numbers that the rules find, compared with samples of ones."""
     history = History(len(watch.layers), samples=BEFORE_COMPARED)
     history.amax[:], history.kurtosis[:] = 1, 1
     made = SampleGrids(*sample, watch.layers)

@@ -34,7 +34,6 @@ def train(model, steps=1, x=None, dy=None, watch=None, rate=0.01):
 
 
 def sampled(model, **options):
-    """The records of operands of the first step by operand, and those of layers."""
     with octavo.watch(model, interval=1000, **options) as watch:
         train(model, watch=watch)
         sample = watch.latest()

@@ -27,14 +27,12 @@ def clean(draw, step):
 
 @pytest.fixture
 def samples():
-    """samples(count): clean samples of the next steps."""
     draw, steps = np.random.default_rng(0), iter(range(1, 1000))
     return lambda count: [clean(draw, next(steps)) for _ in range(count)]
 
 
 @pytest.fixture
 def rules(samples):
-    """The rules, after 20 clean samples."""
     made = SampleRules(watched_layers(LAYERS))
     assert [event for sample in samples(20) for event in check(made, sample)] == []
     return made

@@ -23,7 +23,6 @@ SHARES = ("saturated", "flushed", "zero_rows", "nonfinite")
 
 
 def record(model, inputs, loss, folder=None, steps=1):
-    """The records after training steps."""
     with octavo.watch(model, interval=1, rows=1000, folder=folder) as watch:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(steps):

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -42,7 +43,7 @@ class LockedError(RuntimeError):
 def locked_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder`, which need not exist. A LockedError if another program, or another part of this one,
     holds it for longer than 0.1 s; a WriteError if the system refuses to write."""
-    check_path(Path(os.path.abspath(folder)))
+    _check_place(folder)
     path, patience = _lock_file(folder), time.monotonic() + _PATIENCE
     descriptor: int | None = None
     while descriptor is None:
@@ -180,22 +181,37 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_error(path: Path, error: OSError) -> WriteError:
     """The error for a write to `path` that the system refused. Its message says why and what to do."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested and" in str(error):  # so says numpy of a full disk
+    too_large = error.errno == errno.EFBIG
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested and" in str(error):  # so says numpy
         existing = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
-        reason = f"the disk is full ({shutil.disk_usage(existing).free / 1e6:.0f} MB are free there): make room"
+        free, limit = shutil.disk_usage(existing).free, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        too_large = error.errno is None and 0 <= limit < free  # -1: no limit
+        reason = f"the disk is full ({free / 1e6:.0f} MB are free there): make room"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         reason = f"that place cannot be written ({error.strerror}): choose another"
     elif error.errno in (errno.ENOTDIR, errno.EEXIST):
         reason = f"a part of that path is a file, not a folder ({error.strerror}): choose another"
     else:
         reason = str(error)
+    if too_large:
+        reason = f"{os.strerror(errno.EFBIG)}: raise the limit of this shell (ulimit -f)"
     return WriteError(f"could not write {path}: {reason}; nothing that existed was changed")
 
 
 def _check_new(target: Path) -> None:
-    check_path(Path(os.path.abspath(target)))
+    _check_place(target)
     if target.exists():
         raise FileExistsError(f"{target} exists already: choose another folder")
+
+
+def _check_place(target: Path) -> None:
+    target = Path(os.path.abspath(target))
+    check_path(target)
+    if run := next((run for parent in target.parents if (run := run_of(parent))), None):
+        raise ArtifactError(
+            f"{target} would lie in a checkpoint of the run {run}, which removes those it does not keep: choose "
+            "another place"
+        )
 
 
 def _flush_entry(path: Path) -> None:
@@ -432,6 +448,7 @@ class RunFolder:
 
     def check(self) -> None:
         """Raise an ArtifactError unless the folder is that of a run."""
+        refuse_checkpoint(self.path)
         wrong = ""
         if not self.path.is_dir():
             wrong = f"there is no folder {self.path}"
@@ -459,19 +476,33 @@ def weights_stem(checkpoint: Path) -> str:
 
 
 def check_config(folder: Path, wanted: str) -> None:
-    """Raise a FileNotFoundError, which says to give `wanted`, unless `folder` is a folder with a config.json."""
+    """Raise a FileNotFoundError, which says to give `wanted`, unless `folder` is a folder with a config.json. An
+    ArtifactError, which says to give the run, for a checkpoint."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}: give {wanted}{hub_hint(folder)}")
+    refuse_checkpoint(folder)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: give {wanted}")
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """The run that a folder is a checkpoint of; None for another folder."""
+    found = os.path.isfile(checkpoint / "train.json") and RunFolder(checkpoint.parent).has_model
+    return checkpoint.parent if found else None
+
+
+def refuse_checkpoint(folder: Path) -> None:
+    """Raise an ArtifactError if a folder that should be a run or a model is a checkpoint of a run."""
+    if run := run_of(folder):
+        raise ArtifactError(f"{folder} is a checkpoint of the run {run}: give {run}, and to choose one --step NUMBER")
+
+
 def refuse_run(folder: Path) -> None:
     """Raise an ArtifactError if a folder that should be packed is a run, or a checkpoint of one."""
-    is_checkpoint = (folder / "train.json").is_file()
-    run = folder.parent if is_checkpoint else folder
+    checkpoint_of = run_of(folder)
+    run = checkpoint_of or folder
     if RunFolder(run).has_model:
-        kind = f"a checkpoint of the run {run}" if is_checkpoint else "a run of octavo train"
+        kind = f"a checkpoint of the run {run}" if checkpoint_of else "a run of octavo train"
         raise ArtifactError(
             f"{folder} is {kind}, not a packed folder: octavo pack {run} PACKED makes one of it, and octavo report "
             f"{run} shows what FP8 did in the run"

@@ -36,9 +36,6 @@ def chat_of(tokenizer: Any) -> ChatTemplate | None:
     return ChatTemplate(tokenizer) if getattr(tokenizer, "chat_template", None) else None
 
 
-# ---- The report of reading sources: lines to print, and a dictionary for JSON.
-
-
 _EXAMPLES = 3
 _SUBSTANTIAL = 0.1  # share of the bytes that must not be skipped without a warning
 

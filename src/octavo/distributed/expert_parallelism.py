@@ -16,8 +16,6 @@ ranks already, are divided by the number of ranks here.
 Source: GShard (arXiv:2006.16668), without a capacity: no token is dropped.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from octavo.distributed.ranks import check_mesh
 from octavo.nn import Experts
 from octavo.nn.conversion import find_experts, to_fp8_experts
 from octavo.nn.experts import gather_rows, scatter_rows
@@ -58,10 +57,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[str]:
         expert_parallel(model, mesh)
     """
     check_module(model, "expert_parallel")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f'expert_parallel takes a DeviceMesh, such as init_device_mesh("cuda", (2,)), got {mesh!r}')
-    if mesh.ndim != 1:
-        raise ValueError(f"expert parallelism needs a mesh of one dimension, got {mesh}: take one of its dimensions")
+    check_mesh(mesh, "expert_parallel")
     found: dict[str, Any] = {name: m for name, m in find_experts(model).items() if hasattr(m, Experts.matrices[0])}
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that octavo.convert knows: there is nothing to share")
@@ -111,8 +107,7 @@ class ExpertExchange:
 def _local(parameter: Any, ranks: int) -> Tensor:
     """This rank's experts; the gradient is divided by the number of ranks."""
     assert isinstance(parameter, DTensor)
-    local: Tensor = _Divided.apply(parameter.to_local(grad_placements=[Shard(0)]), ranks)  # type: ignore[no-untyped-call]
-    return local
+    return _Divided.apply(parameter.to_local(grad_placements=[Shard(0)]), ranks)  # type: ignore[no-untyped-call]
 
 
 class _Divided(torch.autograd.Function):

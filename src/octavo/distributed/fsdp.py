@@ -1,12 +1,4 @@
-"""FSDP2's all-gather of the weights in eight bits.
-
-The scales of a rank's rows are found once, after an optimizer step, and every all-gather until the next step sends
-them. The bytes are made with them. They are freed when the first forward pass has sent those of all weights, and later
-all-gathers cast the rows again. Bytes and scales equal those that one rank makes of the whole weight
-(`octavo.distributed.shards`).
-"""
-
-from __future__ import annotations
+"""FSDP2's all-gather of the weights in eight bits, and the cache that keeps these fresh."""
 
 import weakref
 from collections.abc import Sequence
@@ -147,9 +139,6 @@ def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:
         if rows is not None and unit.world > 1 and unit.shard_rows % rows:
             return f"the shards of {unit.shard_rows} rows do not divide into blocks of {rows}"
     return ""
-
-
-# ---- The quantized rows of this rank, of all weights, kept fresh.
 
 
 class ShardCache:

@@ -3,8 +3,6 @@
 PyTorch has no public way to ask for a unit's policies, so this file reads the private state of torch 2.11 to 2.13.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -197,11 +197,11 @@ def call_norm(norm: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
     """`norm` of this rank's rows x [..., T / R, K], by its own forward: its parameters are DTensors."""
     parameter: Any = next(norm.parameters(), None)
     if parameter is None:
-        return norm(x)  # type: ignore[no-any-return]
+        return norm(x)
     local_replicated(parameter, ranks)  # raises where it is no DTensor
     placement = Shard(x.ndim - 2) if ranks.sequence else Replicate()
     whole: Any = DTensor.from_local(x, parameter.device_mesh, [placement], run_check=False)
-    return norm(whole).to_local()  # type: ignore[no-any-return]
+    return norm(whole).to_local()
 
 
 def local_replicated(parameter: Any, ranks: Ranks) -> Tensor:

@@ -4,12 +4,10 @@ The collectives are PyTorch's functional ones, which torch.compile traces. `gath
 exchange: the GPU computes on until `done` waits for the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed._symmetric_memory  # registers the operations of torch.ops.symm_mem
@@ -28,6 +26,17 @@ collectives = torch.ops._c10d_functional
 Sent = tuple[QTensor, tuple[Tensor, ...] | None]  # this rank's rows, and those of all ranks, on their way
 
 
+def check_mesh(mesh: DeviceMesh, what: str) -> None:
+    """Raise a TypeError or ValueError, which begins with `what`, unless `mesh` is a DeviceMesh of one dimension."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f'{what} takes a DeviceMesh, such as init_device_mesh("cuda", (2,)), got {mesh!r}')
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{what} takes a mesh of one dimension, got {mesh}: pass one of its dimensions, for example "
+            'mesh["tp"], and give the other to fully_shard'
+        )
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a mesh of one dimension.
@@ -43,7 +52,7 @@ class Ranks:
     asynchronous: bool = False  # on GPUs, the rows of one rank are multiplied while others travel
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, sequence: bool, asynchronous: bool = False) -> Ranks:
+    def of(cls, mesh: DeviceMesh, *, sequence: bool, asynchronous: bool = False) -> Self:
         """The ranks of `mesh`. Raises a ValueError for `asynchronous` where it cannot run."""
         group = mesh.get_group()
         if asynchronous and (mesh.device_type != "cuda" or not sequence):
@@ -66,17 +75,13 @@ class Ranks:
     def scatter(self, y: Tensor) -> Tensor:
         """This rank's rows [T / size, N] of the sum of the ranks' y [T, N]; see `done`."""
         y = y.contiguous()
-        own: Tensor = (
-            collectives.reduce_scatter_tensor(y, "sum", self.size, self.name)
-            if self.sequence
-            else collectives.all_reduce(y, "sum", self.name)
-        )
-        return own
+        if self.sequence:
+            return collectives.reduce_scatter_tensor(y, "sum", self.size, self.name)
+        return collectives.all_reduce(y, "sum", self.name)
 
     def done(self, t: Tensor) -> Tensor:
         """The result of an exchange, once it has arrived."""
-        arrived: Tensor = collectives.wait_tensor(t)
-        return arrived
+        return collectives.wait_tensor(t)
 
     def largest(self, scales: Tensor) -> Tensor:
         """The largest of the ranks' scales, positive float32 or NaN, element by element; NaN is the largest."""
@@ -152,15 +157,13 @@ class Ranks:
         if self._runs(a):
             symmetric: Any = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
             shape = [a.shape[0], b.shape[0]]
-            own: Tensor = symmetric(
+            return symmetric(
                 a.data, b.data.t(), a.scale.contiguous(), b.scale.t(), "sum", 0, 0, self.name, shape, None, None,
                 call.dtype, gemm.fast_accumulation,
             )  # fmt: skip
-            return own
         return self.scatter(call.mm(gemm, a, b, call.dtype))
 
     def _runs(self, a: QTensor) -> bool:
-        """True where the operation on symmetric memory runs: on GPUs."""
         return self.asynchronous and a.data.is_cuda
 
 
@@ -225,14 +228,12 @@ def gather_rows(x: Tensor, ranks: Ranks) -> Tensor:
 
 def scatter_rows(y: Tensor, ranks: Ranks) -> Tensor:
     """This rank's rows [T / R, N] of the sum of the ranks' y [T, N], rows in the order of the ranks."""
-    own: Tensor = _Scatter.apply(y, ranks)  # type: ignore[no-untyped-call]
-    return own
+    return _Scatter.apply(y, ranks)  # type: ignore[no-untyped-call]
 
 
 def own_rows(x: Tensor, ranks: Ranks) -> Tensor:
     """This rank's rows [..., T / R, K] of x [..., T, K], which each rank has whole."""
-    own: Tensor = _Own.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return own
+    return _Own.apply(x, ranks)  # type: ignore[no-untyped-call]
 
 
 class _Own(torch.autograd.Function):

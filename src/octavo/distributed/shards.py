@@ -5,8 +5,6 @@ attributes of that one tensor, so the parameter stays a plain DTensor: `state_di
 Only the gathered parameter is one (`GatheredWeight`).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +62,7 @@ class ShardedWeight:
     @property
     def local(self) -> Tensor:
         """This rank's rows, as FSDP2 holds them: fewer than `shard_rows`, or none, on the last ranks."""
-        local: Tensor = self.parameter._local_tensor
-        return local
+        return self.parameter._local_tensor
 
     def attach(self) -> None:
         """Put the hooks on the local tensor, which `.to()`, `to_empty` and loading by assignment replace.
@@ -384,7 +381,6 @@ def _hand_out(data: Tensor, weights: Sequence[ShardedWeight]) -> None:
 
 # ---- Quantizing the rows of a rank, to the bytes and scales that one rank makes of the whole weight.
 #
-# All weights of one size are quantized in two launches, and one all-reduce (MAX) of one number a weight serves all.
 # Square blocks and stacks of matrices, which are sharded between matrices, need nothing of other ranks.
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from octavo.architectures import ARCHITECTURES, Architecture, Block
 from octavo.distributed.parallel_layers import Column, ParallelLayer, Row
-from octavo.distributed.ranks import Ranks, own_rows
+from octavo.distributed.ranks import Ranks, check_mesh, own_rows
 from octavo.nn import Linear
 from octavo.nn.fused_modules import DecoderLayer, fuse_decoder_layers, is_known
 from octavo.nn.parallel_weights import ParallelLinear
@@ -55,7 +55,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
         ...     fully_shard(layer, mesh=mesh["dp"])
         >>> fully_shard(model, mesh=mesh["dp"])
     """
-    check_mesh(mesh)
+    check_mesh(mesh, "tensor parallelism")
     architecture, block = _find_architecture(model)
     layers: Any = model.get_submodule(architecture.layers)
     _check_sizes(layers[0], block, mesh.size())
@@ -141,8 +141,7 @@ def _as_plain_tensor(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
     It may be on its way from other ranks: compiled layers would lose the gradient of such an input. FSDP2 warns of an
     output that is a view.
     """
-    plain: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
-    return plain
+    return torch.ops.aten._unsafe_view(y, y.shape)
 
 
 def _check_tokens(tokens: Tensor, ranks: Ranks) -> None:
@@ -173,7 +172,7 @@ class _LinearStyle(ParallelStyle):
         self.sequence, self.asynchronous = sequence, asynchronous
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_mesh(device_mesh)
+        check_mesh(device_mesh, "tensor parallelism")
         if type(module) not in (nn.Linear, Linear):
             raise TypeError(f"{type(self).__name__} takes an nn.Linear, converted or not, got {module}")
         ranks = Ranks.of(device_mesh, sequence=self.sequence, asynchronous=self.asynchronous)
@@ -246,7 +245,7 @@ class NormParallel(ParallelStyle):
         self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_mesh(device_mesh)
+        check_mesh(device_mesh, "tensor parallelism")
         for name in list(module._parameters):
             distribute(module, name, device_mesh, Replicate(), self.src_data_rank)
         placement = self.placement
@@ -256,21 +255,11 @@ class NormParallel(ParallelStyle):
                 return DTensor.from_local(args[0], device_mesh, [placement], run_check=False), *args[1:]
 
             def leave(module: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
-                return y.to_local()  # type: ignore[no-any-return]
+                return y.to_local()
 
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave)
         return module
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f'tensor parallelism takes a DeviceMesh, such as init_device_mesh("cuda", (2,)), got {mesh!r}')
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"tensor parallelism takes a mesh of one dimension, got {mesh}: pass one of its dimensions, for example "
-            'mesh["tp"], and give the other to fully_shard'
-        )
 
 
 def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:

@@ -94,7 +94,8 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
 
     `targets` are names of layers or their last parts, as PEFT takes them; none are all linear layers but heads and
     routers. `base` is the folder of the model, for those who open the saved adapters. A ValueError for a target that is
-    no linear layer, and without targets for a model of experts, whose matrices take no adapters.
+    no linear layer, for a rank above the smallest side of these layers, and without targets for a model of experts,
+    whose matrices take no adapters.
     """
     layers = adaptable(model)
     chosen = [name for name in layers if not targets or f".{name}".endswith(tuple(f".{each}" for each in targets))]
@@ -105,6 +106,12 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
         raise ValueError(
             f"{experts[0]} ({len(experts)} such modules) has stacked experts; PEFT would add B A to all in each pass: "
             f"leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
+        )
+    sides = {name: min(shape_of(layers[name])) for name in chosen}
+    if (narrowest := min(sides, key=sides.__getitem__, default=None)) and rank > sides[narrowest]:
+        raise ValueError(
+            f"lora {rank} requires layers with as many features; got {narrowest} with {sides[narrowest]}: give at most "
+            "that, or the targets without it"
         )
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=chosen, task_type="CAUSAL_LM", base_model_name_or_path=base

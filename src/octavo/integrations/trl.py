@@ -42,12 +42,12 @@ class Rollouts:
 def token_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """The ids of texts, or of conversations in the template of the trainer."""
     if isinstance(prompts[0], str):
-        return trainer.processing_class(text=prompts)["input_ids"]  # type: ignore[no-any-return]
+        return trainer.processing_class(text=prompts)["input_ids"]
     templated = trainer.processing_class.apply_chat_template(
         prompts, add_generation_prompt=True, tokenize=True, return_dict=True, chat_template=trainer.chat_template,
         **trainer.chat_template_kwargs,
     )  # fmt: skip
-    return templated["input_ids"]  # type: ignore[no-any-return]
+    return templated["input_ids"]
 
 
 @torch.no_grad()

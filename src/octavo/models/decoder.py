@@ -149,8 +149,8 @@ class Decoder(nn.Module, ABC):
     def run_block(self, block: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
         """Return `block(*args)`; with `checkpoint_activations`, the backward pass computes the block again."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
-            return checkpoint(block, *args, use_reentrant=False)  # type: ignore[no-any-return]
-        return block(*args)  # type: ignore[no-any-return]
+            return checkpoint(block, *args, use_reentrant=False)
+        return block(*args)
 
     def positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
         """The positions of the tokens [B, T] in their texts: int64 [1, T], or [B, T] if the cache has padding. Raises a

@@ -111,7 +111,7 @@ class Attention(nn.Module):
             y = causal_attention(q, k, v, dropout=self.dropout.now, fp8=self.fp8_gradients)
         else:
             y = cache.append(self.layer, k, v).attend(q, cache.first, q.shape[3] ** -0.5)
-        return self.dropout(self.out_proj(y.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+        return self.dropout(self.out_proj(y.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):
@@ -176,4 +176,4 @@ class GPT2(Decoder):
         x, delta = decoder.dropout(decoder.embed_tokens(tokens) + decoder.embed_positions(positions)), None
         for block in decoder.layers:
             x, delta = self.run_block(block, x, delta, cache)
-        return self.lm_head(decoder.final_layer_norm(self.last_states(x, delta, cache, kept)))  # type: ignore[no-any-return]
+        return self.lm_head(decoder.final_layer_norm(self.last_states(x, delta, cache, kept)))

@@ -158,14 +158,14 @@ class Attention(nn.Module):
         if cache is not None and has_kernel(q):
             q, stored = cache.rotate_append(self.layer, q, k, v, cos, sin)
             y = stored.attend(q, cache.first, self.head_dim**-0.5)
-            return self.o_proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+            return self.o_proj(y.transpose(1, 2).flatten(2))
         q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B, T, n, d]
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
         if cache is None:
             y = causal_attention(q, k, v, dropout=self.dropout.now, fp8=self.fp8_gradients)
         else:
             y = cache.append(self.layer, k, v).attend(q, cache.first, self.head_dim**-0.5)
-        return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+        return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):
@@ -228,4 +228,4 @@ class Llama(Decoder):
         x, delta = self.model.dropout(self.model.embed_tokens(tokens)), None
         for block in self.model.layers:
             x, delta = self.run_block(block, x, delta, cos, sin, cache)
-        return self.lm_head(self.model.norm(self.last_states(x, delta, cache, kept)))  # type: ignore[no-any-return]
+        return self.lm_head(self.model.norm(self.last_states(x, delta, cache, kept)))

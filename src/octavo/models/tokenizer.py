@@ -46,7 +46,7 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without special tokens around it."""
-        return self.encode_batch([text])[0].tolist()  # type: ignore[no-any-return]
+        return self.encode_batch([text])[0].tolist()
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
@@ -170,7 +170,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def _ids(self, texts: list[str]) -> list[list[int]]:
         # verbose=False: a whole document is longer than the model's context, and is cut into sequences later.
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return encoded["input_ids"]  # type: ignore[no-any-return]
+        return encoded["input_ids"]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

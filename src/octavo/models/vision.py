@@ -62,7 +62,7 @@ class Patches(nn.Module):
         expected = (self.config.channels, self.config.image, self.config.image)
         if images.ndim != 4 or images.shape[1:] != expected:
             raise ValueError(f"images must be [B, {', '.join(map(str, expected))}], got {list(images.shape)}")
-        return self.proj(images).flatten(2).transpose(1, 2) + self.positions  # type: ignore[no-any-return]
+        return self.proj(images).flatten(2).transpose(1, 2) + self.positions
 
 
 class SelfAttention(nn.Module):
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))  # type: ignore[no-untyped-call]
         y = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -105,14 +105,14 @@ class VisionTransformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images))  # type: ignore[no-any-return]
+        return self.head(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
         """[B, width], from which the head predicts the class."""
         x = self.patches(images)
         for block in self.blocks:
             x = block(x)
-        return self.norm(x).mean(1)  # type: ignore[no-any-return]
+        return self.norm(x).mean(1)
 
 
 # ---- A diffusion transformer that makes images of a class from noise, by rectified flow.
@@ -144,7 +144,7 @@ class DiffusionBlock(nn.Module):
         n = torch.addcmul(shift1, self.norm1(x), 1 + scale1)
         x = x + gate1 * self.attention(self.attention.qkv(n))
         n = torch.addcmul(shift2, self.norm2(x), 1 + scale2)
-        return x + gate2 * self.mlp(n)  # type: ignore[no-any-return]
+        return x + gate2 * self.mlp(n)
 
 
 class DiffusionTransformer(nn.Module):

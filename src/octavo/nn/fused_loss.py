@@ -84,7 +84,7 @@ def linear_cross_entropy(
     wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
     with torch.autocast(device, enabled=False):
         options = (dtype, chunk, *wants, scale, cap, group, recipe == "rowwise")
-        return _LinearCrossEntropy.apply(rows, weight, labels, count, options)  # type: ignore[no-any-return, no-untyped-call]
+        return _LinearCrossEntropy.apply(rows, weight, labels, count, options)  # type: ignore[no-untyped-call]
 
 
 def _vocabulary_parallel(x: Tensor, weight: Any, labels: Tensor) -> tuple[Tensor, Tensor, str, int]:
@@ -191,7 +191,7 @@ def _joined(lse: Tensor, picked: Tensor, group: str) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(tensor: Tensor, by: str, group: Any) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(tensor, by, group))  # type: ignore[no-any-return, no-untyped-call]
+    return collectives.wait_tensor(collectives.all_reduce(tensor, by, group))  # type: ignore[no-untyped-call]
 
 
 class _Head:

@@ -64,7 +64,7 @@ class FusedModule(nn.Module):
     @property
     def owner(self) -> nn.Module:
         """The module that owns the layers: this one, unless another was given."""
-        return self.__dict__.get("_owner", self)  # type: ignore[no-any-return]
+        return self.__dict__.get("_owner", self)
 
     @property
     def inner(self) -> list[Any]:

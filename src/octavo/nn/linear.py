@@ -206,7 +206,7 @@ class Linear(RecipeLayer, nn.Linear):
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
         if self.parallel is not None:
-            return self.parallel.linear(self, x)  # type: ignore[no-any-return]
+            return self.parallel.linear(self, x)
         check_input(self, x)
         cached = None if x.numel() == 0 else self.quantized_weight(self.weight)
         return self.compute(x, self.weight, self.bias, cached)

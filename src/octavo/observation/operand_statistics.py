@@ -10,8 +10,6 @@ exponents), and its sums are float32. The histogram counts the exponents of floa
 amax of all samples is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,9 +92,6 @@ def constant(value: float, device: torch.device, *shape: int) -> Tensor:
     """A number on the device, float64; float32 if it is not finite or 0, as maxima are."""
     dtype = torch.float64 if value and math.isfinite(value) else torch.float32
     return torch.full(shape, value, dtype=dtype, device=device)
-
-
-# ---- The statistics of sampled rows: of one operand, of each expert's part of it, or of many operands at once.
 
 
 @dataclass(frozen=True)
@@ -211,7 +206,7 @@ _MOST = {True: 1 << 20, False: 1 << 21}
 class Store:
     """The operands of a step that belong to the rows of some tables of statistics [n_i, WIDTH]."""
 
-    _of_table: ClassVar[dict[int, Store]] = {}
+    _of_table: ClassVar[dict[int, "Store"]] = {}
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         self._first, self._rows = {}, 0
@@ -222,7 +217,7 @@ class Store:
         self.clear()
 
     @classmethod
-    def of(cls, table: Tensor) -> Store | None:
+    def of(cls, table: Tensor) -> "Store | None":
         """The store of a table; None for a copy of one, which a compiler may pass in its place."""
         return cls._of_table.get(table.data_ptr())
 

@@ -20,7 +20,6 @@ from itertools import accumulate
 from typing import Any, ClassVar, ParamSpec
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import widen
@@ -37,6 +36,7 @@ from octavo.observation.operand_statistics import (
     constant,
     sampled_rows,
 )
+from octavo.ops.activation import activated, activation_gradient
 from octavo.ops.registration import OPERATIONS
 from octavo.ops.transposition import fold_scales, group_of_rows
 
@@ -47,8 +47,6 @@ from octavo.ops.transposition import fold_scales, group_of_rows
 
 
 P = ParamSpec("P")
-
-
 BRIEF = -1
 
 
@@ -310,23 +308,9 @@ def numbers_of_rows(kind: str, source: Sequence[Tensor]) -> Tensor:
         mean, rstd, weight, *bias = rest
         normed = (first - mean if kind == "center" else first) * rstd * weight
         return normed + bias[0] if bias else normed
-    if kind == "gelu":
-        return F.gelu(first)
-    if kind == "geglu":
-        up, gate = first.chunk(2, 1)
-        return up * F.gelu(gate)
-    if kind == "swiglu":
-        gate, up = first.chunk(2, 1)
-        return F.silu(gate) * up
-    u = rest[0]
-    if kind == "gelu_gradient":
-        gradient: Tensor = torch.ops.aten.gelu_backward(first, u)
-        return gradient
-    if kind == "geglu_gradient":
-        up, gate = u.chunk(2, 1)
-        return torch.cat([first * F.gelu(gate), torch.ops.aten.gelu_backward(first * up, gate)], 1)
-    gate, up = u.chunk(2, 1)
-    return torch.cat([torch.ops.aten.silu_backward(first * up, gate), first * F.silu(gate)], 1)
+    if kind.endswith("_gradient"):
+        return activation_gradient(first, rest[0], kind.removesuffix("_gradient"))[0]
+    return activated(first, kind)
 
 
 # ---- The operands of a grouped GEMM, whose rows belong to experts.

@@ -32,14 +32,14 @@ def activation_quantize_reference(
 ) -> tuple[Tensor, Tensor]:
     """Data and scale of h [M, F] from u [M, 2F] (swiglu, geglu) or [M, F] (gelu). The data is None if it is not to be
     `stored`, and the scale is None if one is given, [M, 1]."""
-    h = _activation(u, kind)
+    h = activated(u, kind)
     if scale is not None:
         return cast_to(h * (1 / scale), cast.fmt), None  # type: ignore[return-value]
     data, scale = quantize_reference(h, cast, None, None, None)
     return data if stored else None, scale  # type: ignore[return-value]
 
 
-def _activation(u: Tensor, kind: str) -> Tensor:
+def activated(u: Tensor, kind: str) -> Tensor:
     """h, in float32."""
     if kind == "gelu":
         return _gelu(u.float())[0]

@@ -95,10 +95,10 @@ class Operation(Generic[Result]):
 
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
-            return self.overload(*args)  # type: ignore[no-any-return]
+            return self.overload(*args)
         if not _is_plain((*args[0], *args[1:]) if type(args[0]) is list else args):
             self._checked(args)
-            return self.overload(*args)  # type: ignore[no-any-return]
+            return self.overload(*args)
         given = self._checked(self._pack(args))
         if self._mutated:  # autograd must notice that a tensor it saved has changed
             increment_version([args[i] for i in self._mutated if not args[i].is_inference()])

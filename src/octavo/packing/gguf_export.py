@@ -232,9 +232,9 @@ def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterabl
     writer = gguf.GGUFWriter(partial, model.architecture)
     values, types = gguf.GGUFValueType, gguf.GGMLQuantizationType
     with ExitStack() as stack:
+        stack.enter_context(writing(path))
         stack.callback(partial.unlink, missing_ok=True)
         stack.callback(writer.close)
-        stack.enter_context(writing(path))
         for key, value in metadata.items():
             if value not in ("", []):  # an empty list would have no type of its elements
                 writer.add_key_value(key, value, values.UINT32 if type(value) is int else values.get_type(value))

@@ -158,6 +158,8 @@ def fold(
         raise ValueError("fold needs --smooth with a calibration of the model, --rotate, or both")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must be an integer from 0 to 2^63 - 1; got {seed}")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     source = open_source(model, step)

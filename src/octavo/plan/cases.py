@@ -496,8 +496,11 @@ def _names(settings: Sequence[str]) -> set[str]:
 
 
 def parse_count(text: str) -> float | None:
-    """A number such as 7B, 1.5T, 300M, 1e12 or 50000; None if `text` is no such number."""
+    """A number such as 7B, 1.5T, 300M, 1e12 or 50000, at least 1; None if `text` is no such number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT])|\d+(?:\.\d+)?e\+?\d\d?|\d{4,15}", text, re.IGNORECASE)
     if found is None:
         return None
-    return float(found[1]) * {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found[1] else float(text)
+    count = float(found[1]) * {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found[1] else float(text)
+    if count < 1:
+        raise ValueError(f"a number of parameters or tokens must be at least 1; got {text}")
+    return count

@@ -405,7 +405,7 @@ def _filled_by(rows: int, columns: int, tile_rows: int, tile_columns: int) -> fl
 
 def experts_speedup(preset: str) -> float | None:
     """The speed over BF16 of Mixtral's experts on a Hopper, forward and backward; None for presets not measured."""
-    return _read("expert_rates.json")["speeds"].get(preset)  # type: ignore[no-any-return]
+    return _read("expert_rates.json")["speeds"].get(preset)
 
 
 # ---- The speed of each packing scheme over BF16, as it was measured, to say where a packed model is slower.
@@ -486,7 +486,7 @@ def measured_expert_speeds() -> Sequence[tuple[Mapping[str, int], Mapping[int, M
 
 def measured_speeds() -> Mapping[int, Mapping[str, float]]:
     """The speed over BF16 by the number of tokens and the name of the scheme."""
-    return _read("scheme_speeds.json")["speeds"]  # type: ignore[no-any-return]
+    return _read("scheme_speeds.json")["speeds"]
 
 
 def fp8_speed(passes: str, tokens: int) -> float:

@@ -132,9 +132,6 @@ def spread(steps: Array, count: int) -> list[int]:
     return [int(step) for step in steps[np.unique(places)]]
 
 
-# ---- The histograms of a watched run: of each operand and gradient at some of the sampled steps, in binades.
-
-
 def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
     """The histograms at `steps` for the page: of x, w, dy and "gradient" (of the weight) `shares`, uint16 [steps,
     layers, 40], and `amax`, float32 [steps, layers]; operands have `scale` and `smallest_scale` too. All are base64."""

@@ -177,7 +177,6 @@ def page_of_report(report: Report, invocation: Invocation) -> Page:
 
 
 def _lines(layers: list[LayerReport]) -> list[Line]:
-    """The SQNR of the weights and of the outputs, where they were measured."""
     lines: list[Line] = []
     for name in ("weight", "output"):
         measured: list[float | None] = [getattr(layer, f"{name}_sqnr") for layer in layers]

@@ -164,7 +164,6 @@ def _table_of_layers(run: RunData, title: str, rows: Sequence[Mapping[str, str]]
 
 
 def _kinds_of_events(runs: Sequence[RunData]) -> str:
-    """A row for each rule and operand of a run."""
     kinds: dict[tuple[str, str, str], list[Event]] = {}
     for run, event in _all_events(runs):
         kinds.setdefault((run.name, event.rule, event.operand or ""), []).append(event)
@@ -208,9 +207,6 @@ def _settings(runs: Sequence[RunData]) -> str:
         return ""
     rows = [(name, *("" if value is None else str(value) for value in values)) for name, values in different.items()]
     return table(("", *(run.name for run in known)), rows, title="Settings that differ")
-
-
-# ---- The figures of a run in words, for the page and the terminal.
 
 
 def run_facts(run: RunData) -> dict[str, str]:

@@ -203,9 +203,6 @@ def _kl(p: Tensor, q: Tensor) -> float:
     return float(torch.stack([divergences(a, b).mean() for a, b in rows]).mean())
 
 
-# ---- The numbers that both models multiply.
-
-
 def _numbers(place: Place) -> Tensor:
     """The numbers of a weight as they are multiplied: those that its bytes stand for, or itself."""
     module: Any = place.module

@@ -109,9 +109,6 @@ class _LogProbabilities(torch.autograd.Function):
         return dz.scatter_add_(1, tokens[:, None], dy[:, None]).to(logits.dtype), None
 
 
-# ---- What the mode covers.
-
-
 def _reason(model: Any) -> str:
     """Why the mode does not cover `model`, and the remedy; "" if it does."""
     inner: Any = getattr(model, "base_model", None)
@@ -299,8 +296,7 @@ def _computed(module: nn.Module, run: Run, ordinary: Run, x: Tensor) -> Tensor:
     parameters = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
     if not parameters and not (torch.is_grad_enabled() and x.requires_grad):
         return run(x)
-    y: Tensor = _Recomputed.apply(run, ordinary, x, *parameters)  # type: ignore[no-untyped-call]
-    return y
+    return _Recomputed.apply(run, ordinary, x, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Recomputed(torch.autograd.Function):

@@ -3,9 +3,8 @@
 A setting has its default, help and valid values on its line. A field that is another dataclass is a table, and its
 settings are named TABLE.KEY, as parallel.tp.
 
-A command line overrides a file (TOML, or the config.json of a run), and a file the defaults. Conditions on several
-settings are checked after them, in `__post_init__`, so every `Config` is valid. A setting with the default None follows
-from others, and `change` derives it again when one of them changes.
+Conditions on several settings are checked after them, in `__post_init__`, so every `Config` is valid. A setting with
+the default None follows from others, and `change` derives it again when one of them changes.
 """
 
 import difflib
@@ -23,8 +22,6 @@ from typing import Any, Self
 from octavo.checkpoint.files import replace_file
 from octavo.checkpoint.folder import BUILT_IN_MODELS, RunFolder
 from octavo.recipe import GEMMS, RECIPE_FILES, Recipe, get_recipe
-
-__all__ = ["Config", "ConfigError"]
 
 RECIPE = str | Recipe
 LIST = tuple[str, ...]

@@ -80,6 +80,7 @@ class HostMasters:
         self._threads = ThreadPoolExecutor(cores, "adamw", torch.set_num_threads, (1,))
         self._leaving: deque[tuple[Any, Tensor, HostWeight | None]] = deque()
         self._units: dict[int, list[Unit]] = {}  # by the number of their block, -1 for those of none
+        self._due: dict[int, list[Unit]] = {}  # those that this pass has not read yet
         self._weights, self._recipes = list[HostWeight](), list[Recipe]()
         self._group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         self._block_of = {module: i for i, block in enumerate(blocks) for module in block.modules()}
@@ -106,6 +107,8 @@ class HostMasters:
     def _build(self) -> None:
         """Make the tensors of the device, as the recipes of the linear layers read them now."""
         self._units = defaultdict(list)
+        for weight in self._weights:
+            del weight.held  # its hook refers to it: the memory would be taken until Python looks for such cycles
         places = defaultdict[Any, list[Place]](list)
         for name, p in self.model.named_parameters(remove_duplicate=False):
             path, _, last = name.rpartition(".")

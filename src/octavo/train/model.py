@@ -144,21 +144,28 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
-    """Raise a ConfigError if one of `parts` of weights, gradients and moments exceeds the memory of `device`."""
-    if config.model not in BUILT_IN_MODELS:
-        return
-    count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
-    weight = config.optimizer.weight_bytes
-    each = round(weight + (weight if config.accumulate == 1 else 4) + config.optimizer.moment_bytes)
+    """The error of `check_count` for a built-in model, of which nothing is made yet."""
+    if config.model in BUILT_IN_MODELS:
+        check_count(_count_parameters(_built_in(config, vocabulary)), config, device, parts)
+
+
+def check_count(count: int | None, config: Config, device: torch.device, parts: int = 1) -> None:
+    """Raise a ConfigError if one of `parts` of what so many trained parameters need exceeds the memory of `device`.
+    Checkpoints are written from a copy in the CPU's memory."""
+    total, weight, moments = total_memory(device), config.optimizer.weight_bytes, config.optimizer.moment_bytes
+    copy = weight + moments if device.type == "cpu" else 0
+    each = round(weight + (weight if config.accumulate == 1 else 4) + moments + copy)
     needed = None if count is None else count * each / parts
     if needed is None or needed > total:
         known = "too many to count" if count is None else f"{count:.3g}"
         size = "" if needed is None else f", {needed / 1e9:,.0f} GB before activations"
         divided = f", divided among {parts} processes" if parts > 1 else ""
+        copied = ", and a copy for checkpoints" if copy else ""
+        advice = "Lower width, mlp_width or layers" if config.model in BUILT_IN_MODELS else "Choose a smaller model"
         raise ConfigError(
             f"the model of these settings has too many parameters ({known}) for this device: training takes {each} "
-            f"bytes for each (weight, gradient and two moments){divided}{size}; {device} has "
-            f"{total / 1e9:,.0f} GB. Lower width, mlp_width or layers"
+            f"bytes for each (weight, gradient and two moments{copied}){divided}{size}; {device} has "
+            f"{total / 1e9:,.0f} GB. {advice}"
             + (", or train on more GPUs: torchrun --nproc-per-node N" if device.type == "cuda" else "")
         )
 
@@ -279,8 +286,7 @@ def _prepared(model: Any, config: Config) -> nn.Module:
     if config.context > (limit := stated_positions(model)):
         raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
     model.config.use_cache = False
-    trained: nn.Module = model
-    return trained
+    return model
 
 
 def is_packed(folder: Path) -> bool:
@@ -374,8 +380,8 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     lists = [module for module in found if len({type(entry) for entry in module}) == 1]
     if not lists:
         raise ConfigError(
-            f"{type(model).__name__} must have a list of equal blocks for compile.blocks, activation_checkpointing "
-            "and parallel, and has none: leave these settings out"
+            f"{type(model).__name__} must have a list of equal blocks for compile.blocks, activation_checkpointing, "
+            "optimizer.masters and parallel, and has none: leave these settings out"
         )
     return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
@@ -415,8 +421,7 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
 
 def eager() -> AbstractContextManager[Any]:
     """Run compiled blocks as they were before, for passes that would compile them anew: with a cache, or with hooks."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return torch.compiler.set_stance("force_eager")
 
 
 def allow_compilations(count: int) -> None:
@@ -539,9 +544,6 @@ def _fill(model: Any, weights: dict[str, Any]) -> None:
     else:
         whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, weights, options=whole)
-
-
-# ---- Drawing weights that are divided among processes, so that they are those of one process.
 
 
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)

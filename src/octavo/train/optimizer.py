@@ -51,7 +51,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         torchao = import_extra("torchao.optim", "optim", purpose)
         optimizer = getattr(torchao, _CLASSES[kind])(groups, bf16_stochastic_round=rounds, **common)
     for p in trained:
-        optimizer.state[p] = _first_state(optimizer, p)
+        optimizer.state[p] = first_state(optimizer, p)
     if rounds:
         _draw_by_step(optimizer, config.seed)
     if config.accumulate > 1:
@@ -74,8 +74,6 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     state: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            if not optimizer.state[p]:  # torch's own AdamW before its first step
-                optimizer.state[p] = _first_state(optimizer, p)
             state[f"{name}.step"] = optimizer.state[p]["step"]
             for moment in _MOMENTS:
                 parts = stored_parts(p, optimizer.state[p][moment], _kind_of(optimizer))
@@ -94,7 +92,8 @@ class _LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def _first_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
+def first_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter before the first step, all zero."""
     # torch's fused step counts on the device, torchao's compiled step on the CPU
     step = torch.zeros((), device=p.device if isinstance(optimizer, torch.optim.AdamW) else "cpu")
     moments = {moment: zero_moment(p, _kind_of(optimizer), signed=moment == "exp_avg") for moment in _MOMENTS}

@@ -128,8 +128,7 @@ def on_first(make: Callable[[], Value]) -> Value:
             made = [make()]
     if world_size() > 1:
         dist.broadcast_object_list(made, device=torch.device("cpu"))
-    value: Value = made[0]
-    return value
+    return made[0]
 
 
 def mean_of_ranks(value: Tensor) -> Tensor:
@@ -216,8 +215,7 @@ def _message_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group for messages between CPUs: that of the GPUs would wait for the kernels before it. All ranks wait in it
     while rank 0 reads and tokenizes the data, which may take hours. A rank that ends is noticed at once, and one that
     stands still in a step by the collectives of the weights, after `parallel.timeout`."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    return group
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 # ---- The processes of this attempt of a job that torchrun starts again find one another.

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json, whole_lines
-from octavo.checkpoint.folder import RunFolder, weights_stem
+from octavo.checkpoint.folder import RunFolder, refuse_checkpoint, weights_stem
 from octavo.evaluation.metrics import student_quantile
 from octavo.train.config import flatten
 from octavo.util import check_kinds, parse_object, plural
@@ -129,8 +129,7 @@ class Series:
     @property
     def wrong_steps(self) -> list[int]:
         """The steps whose value is inf or NaN."""
-        found: list[int] = self.steps[~np.isfinite(self.values)].tolist()
-        return found
+        return self.steps[~np.isfinite(self.values)].tolist()
 
 
 @dataclass(frozen=True)
@@ -187,6 +186,7 @@ def _read_run(path: Path, name: str) -> RunData:
     run, states = RunFolder(path), _trainer_states(path)
     if not path.is_dir():
         raise ArtifactError(f"{path} is no folder: give the folder of a run, which octavo train wrote")
+    refuse_checkpoint(path)
     if not (run.metrics.is_file() or watch_folder(path).is_dir() or states):
         raise ArtifactError(
             f"{path} is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json. Give the folder that "
@@ -357,9 +357,6 @@ def half_width(count: int, spread: float) -> float:
     """Half of the interval of the mean of `count` gaps with the standard deviation `spread`, after any looks."""
     alpha = OUTSIDE * 2 / (count * (count - 1))
     return student_quantile(count - 1, alpha) * spread / math.sqrt(count)
-
-
-# --- Where the runs stand on their curve -------------------------------------------------------------------------
 
 
 def slope_of(group: Group) -> float | None:

@@ -48,7 +48,7 @@ from octavo.checkpoint.folder import (
     write_error,
     writing,
 )
-from octavo.scales import load_scale_state, scale_state
+from octavo.scales import cast_once, load_scale_state, scale_state
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import pin, rank, same_outcome, unpin, world_size
 from octavo.util import check_kinds
@@ -70,6 +70,10 @@ class TrainState:
     skipped_steps: int = 0
     hosted: Any = None  # the `HostMasters` of a run with optimizer.masters = "host"
     on_device: Callable[..., AbstractContextManager[Any]] = nullcontext  # within the block the model computes
+
+    def cast_once(self) -> AbstractContextManager[None]:
+        """Within the block each weight is cast once a step. With masters on the host the device has the bytes."""
+        return cast_once(self.model) if self.hosted is None else nullcontext()
 
 
 # ---- Reading a checkpoint.
@@ -163,8 +167,11 @@ def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
             part = reader.get_part(name, offsets, tensor.shape)
             if part.is_floating_point() and not is_finite(part):
                 raise ArtifactError(
-                    f"{reader.folder}: {name} holds inf or NaN: the run had diverged by then. Take an earlier "
-                    "checkpoint (--step); to resume from it, move this folder out of the run"
+                    f"{reader.folder}: {name} holds inf or NaN: the run had diverged by then. "
+                    + _or_anew(
+                        reader.folder,
+                        "Take an earlier checkpoint (--step); to resume from it, move this folder out of the run",
+                    )
                 )
             tensor.copy_(part)
 
@@ -187,9 +194,15 @@ def _whole(folder: Path) -> Iterator[None]:
         yield
     except (FileNotFoundError, ArtifactError) as error:
         raise ArtifactError(
-            f"the checkpoint {folder} is not whole: {error}. Move that folder out of the run to resume from the one "
-            "before it"
+            f"the checkpoint {folder} is not whole: {error}. "
+            + _or_anew(folder, "Move that folder out of the run to resume from the one before it")
         ) from error
+
+
+def _or_anew(folder: Path, remedy: str) -> str:
+    """`remedy` where the run has an earlier checkpoint, which it takes."""
+    has_earlier = any(path.name < folder.name for path in RunFolder(folder.parent).checkpoints())
+    return remedy if has_earlier else "The run has no earlier one: start it again in another folder"
 
 
 def _open(folder: Path, stem: str) -> ShardReader:
@@ -283,7 +296,6 @@ def adapter_config(model: Any) -> dict[str, str]:
 
 
 def _stem(model: nn.Module) -> str:
-    """The name of the file of the weights, without its suffix."""
     return ADAPTERS if any(".lora_" in name for name, _ in model.named_parameters()) else WEIGHTS
 
 
@@ -314,6 +326,8 @@ class CheckpointWriter:
         if rank() == 0:
             for leftover in run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
                 shutil.rmtree(leftover)
+            for lock in run.path.glob(".step-*.lock"):
+                lock.unlink()
 
     def save(self, state: TrainState) -> None:
         """Begin to write the checkpoint of `state.step`, after the one before it is done."""

@@ -83,8 +83,9 @@ def parse(overrides: Sequence[str]) -> dict[str, Any]:
         elif not groups:
             raise ConfigError(f"the command line must give settings as --key value; got {word!r}")
         elif not word and groups[-1][0].kind == LIST:
-            option = _option(groups[-1][0])
-            raise ConfigError(f"{option} has an empty value: give {option}= for an empty list")
+            option, valid = _option(groups[-1][0]), groups[-1][0].valid
+            remedy = f"{option}= for an empty list" if valid is None or valid[1](()) else "at least one entry"
+            raise ConfigError(f"{option} has an empty value: give {remedy}")
         else:
             groups[-1][1].append(word)
     values: dict[str, Any] = {}

@@ -4,8 +4,6 @@ A line of metrics.jsonl is an object with `step`, the optimizer steps done, and 
 loss is the mean over all ranks, and the memory is of the rank with the highest peak.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -250,14 +248,15 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
     """(smallest, largest) element of every whole parameter that is trained, in one transfer. Every rank must call
     this."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
-    extremes = torch.stack([_extremes(p) for p in parameters])  # [P, 2], (smallest, -largest): both reduced by MIN
-    meshes = dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "device_mesh"))
+    parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    extremes = torch.stack(
+        [_extremes(p) for p in parameters.values()]
+    )  # [P, 2], (smallest, -largest): both reduced by MIN
+    meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh"))
     for mesh in meshes:
         for group in mesh.get_all_groups():
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
-    return {name: (low, -negated) for name, (low, negated) in zip(names, extremes.tolist(), strict=True)}
+    return {name: (low, -negated) for name, (low, negated) in zip(parameters, extremes.tolist(), strict=True)}
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:

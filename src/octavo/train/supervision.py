@@ -9,8 +9,6 @@ come from the device in one transfer. All ranks then decide alike: rank 0 judges
 `octavo.watching.rules`, and tells the others. actions.json of a run lists its promotions and rollbacks.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +33,6 @@ from octavo.nn.experts import Experts
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.parallel_weights import local_part
 from octavo.nn.selection import e5m2_gradients, promote
-from octavo.scales import cast_once
 from octavo.train.config import Config
 from octavo.train.loss import own_random
 from octavo.train.model import allow_compilations, eager
@@ -98,8 +95,7 @@ class Supervisor:
 
     def _cast_anew(self) -> None:
         self._casts.close()
-        if self.state.hosted is None:  # else the device has bytes of the weights for all micro-batches
-            self._casts.enter_context(cast_once(self.state.model))
+        self._casts.enter_context(self.state.cast_once())
 
     def check(self) -> bool:
         """Judge the steps and samples since the last check. True if the run went back to an earlier step."""
@@ -150,7 +146,6 @@ class Supervisor:
     # ---- Reacting.
 
     def _react(self, events: list[Event]) -> None:
-        """Report events, and promote their layers or stop the run if the settings say so."""
         if not events:
             return
         self._counts.update(event.rule for event in events if event.layer is not None)
@@ -204,7 +199,7 @@ class Supervisor:
             self.metrics.write(bad.step, loss=bad.loss, gradient_norm=bad.norm)
             raise TrainingError(self._hopeless(bad, place))
 
-    def _hopeless(self, bad: StepNumbers, place: Place | None) -> str:
+    def _hopeless(self, bad: StepNumbers, place: "Place | None") -> str:
         self.checkpoints.wait()
         suspect = place is not None and place.tensor == "w"  # a saturating cast hides an infinite weight for some steps
         saved = (path for path in reversed(self.run.checkpoints()) if not suspect or has_finite_weights(path))
@@ -303,7 +298,7 @@ class Supervisor:
         print_line(self.console, said)
 
 
-def _found(place: Place | None) -> str:
+def _found(place: "Place | None") -> str:
     if place is None:
         return "every number is finite when the layers of the step run one by one"
     return f"the first number that is not finite is in {place}"
@@ -320,9 +315,6 @@ def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str |
         mlps = [module for module in model.modules() if isinstance(module, FusedMLP)]
         layer = next((mlp.outer for mlp in mlps if any(inner is layer for inner in mlp.inner)), layer)
     return next((name for name, each in layers.items() if each is layer), None)
-
-
-# ---- Converted layers, and those that a run has promoted.
 
 
 def apply_promotions(model: nn.Module, promotions: Iterable[Promotion]) -> None:

@@ -12,8 +12,6 @@ killed and resumed repeats its losses bit for bit. Every few steps `octavo.train
 them: it may promote layers, and take the run back to an earlier step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -99,10 +97,6 @@ class Trainer:
     def delayed(self) -> bool:
         """True if a layer of the model scales by a history."""
         return next(histories(self.model), None) is not None
-
-    @cached_property
-    def flops_per_token(self) -> float | None:
-        return step_metrics.flops_per_token(self.model, self.config.context)
 
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
@@ -218,7 +212,7 @@ class Trainer:
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision, self.loss)
 
-    def _log(self, metrics: step_metrics.Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
+    def _log(self, metrics: step_metrics.Metrics, clock: "_Clock", loss: Tensor, norm: Tensor) -> None:
         config, state = self.config, self.state
         steps, seconds = clock.lap(state.step)
         with clock.paused():
@@ -239,7 +233,8 @@ class Trainer:
             each = record["tokens_per_second"] / processes.world_size()
             if processes.world_size() > 1:
                 record["tokens_per_second_per_gpu"] = each
-            if (share := step_metrics.mfu(self.flops_per_token, each, state.device)) is not None:
+            flops = step_metrics.flops_per_token(self.model, config.context)
+            if (share := step_metrics.mfu(flops, each, state.device)) is not None:
                 record["mfu"] = share
             left = seconds / steps * (config.steps - state.step)
             step_metrics.show_progress(self.console, state.step, config.steps, record, left)
@@ -452,7 +447,8 @@ def prepare_run(
         )
     validation = Batches(corpus.validation, config.context, config.batch, None, share)
     storage = torch.device("cpu") if config.optimizer.on_host else device
-    models.check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
+    parts = degrees.dp_shard * degrees.tp
+    models.check_memory(config, vocabulary, storage, parts)
     if checkpoint is not None:
         with processes.same_outcome():
             described = models.add_adapters(models.make_meta_model(config, vocabulary, run.model), config)
@@ -463,6 +459,8 @@ def prepare_run(
     made = models.make_trained_model(config, vocabulary, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
         models.check_vocabulary(made.model, max(training.highest, validation.highest))
+        trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
+        models.check_count(trained, config, storage, parts)
     if config.calibration and checkpoint is None:
         with processes.same_outcome():
             folder = Path(config.calibration)

@@ -14,8 +14,6 @@ It leaves out gradients, the change of the weights, histograms, and what quantiz
 to have both, the full one is taken, and the rules judge its numbers.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence

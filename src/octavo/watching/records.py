@@ -127,11 +127,6 @@ def _known(maxima: Array) -> Array:
     return np.where(np.isneginf(maxima), np.nan, maxima)
 
 
-# ---- The way of the statistics of a step: combined over the ranks on their devices, then copied to the host.
-#
-# The copy does not wait for the device, and the training goes on. Whoever needs the numbers waits for them.
-
-
 Table = tuple[Tensor, int]  # float64 [rows, maxima and sums], and the number of its columns that are maxima
 
 

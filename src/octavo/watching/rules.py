@@ -79,8 +79,7 @@ class History:
     @property
     def known(self) -> Grid:
         """[layers, 3], the number of the last samples in which the amax was a number."""
-        found: Grid = np.isfinite(self.amax).sum(0).astype(np.float64)
-        return found
+        return np.isfinite(self.amax).sum(0).astype(np.float64)
 
     def add(self, sample: SampleGrids) -> None:
         """Take a sample into the history."""
@@ -135,8 +134,7 @@ class Rule:
 def _jump(sample: SampleGrids, history: History) -> Grid:
     """amax by the largest of the last samples."""
     largest: Grid = np.fmax.reduce(history.amax)
-    found: Grid = sample["amax"] / np.where(largest > 0, largest, np.nan)
-    return found
+    return sample["amax"] / np.where(largest > 0, largest, np.nan)
 
 
 def _flushed(sample: SampleGrids, history: History) -> Grid:
@@ -157,8 +155,7 @@ def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
 def _no_scale(sample: SampleGrids, history: History) -> Grid:
     """1 where a finite operand has a scale that is zero or not finite."""
     bad = (sample["nonfinite"] == 0) & ~((sample["scale"] > 0) & np.isfinite(sample["scale"]))
-    found: Grid = (bad & np.isfinite(sample["amax"])).astype(np.float64)
-    return found
+    return (bad & np.isfinite(sample["amax"])).astype(np.float64)
 
 
 _JUMPED = "the amax of {operand} is {value:.3g} times the largest before"
@@ -207,9 +204,6 @@ RULES = (
     Rule("dead_scale", ZERO_SAMPLES - 1, "all of {operand} is zero", _zeros_in_a_row),
     Rule("dead_scale", 0.0, "the scale of {operand} is zero or not finite", _no_scale, "quantized"),
 )  # fmt: skip
-
-
-# ---- The rules over all samples of a run, in their order.
 
 
 class SampleRules:

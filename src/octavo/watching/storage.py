@@ -333,7 +333,6 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def _read_layers(run: Path) -> tuple[int, list[WatchedLayer]]:
-    """The interval and the layers in layers.json."""
     path = watch_folder(run) / "layers.json"
     if not path.is_file():
         raise ArtifactError(

@@ -1,7 +1,5 @@
 """The layers of a model that are watched, where each records its operands, and how its GEMMs run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,8 +40,7 @@ class Matrix:
         """The parameter; an attention with separate input projections gives that of its queries."""
         if isinstance(self.module, MultiheadAttention):
             return next(iter(input_weights(self.module).values()))
-        found: nn.Parameter = getattr(self.module, self.leaf or "weight")
-        return found
+        return getattr(self.module, self.leaf or "weight")
 
     @property
     def experts(self) -> int:
@@ -323,7 +320,6 @@ class WeightStatistics:
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        """Read how far the rows moved."""
         for i, rows in self._before.items():
             w, before = self._matrices[i].local(self._matrices[i].weight), rows.double()
             change = (w[_rows(w, UPDATE_ROWS)].double() - before).square().sum()
