@@ -278,7 +278,7 @@ def test_files_are_chapters():
 
 
 # Lines of Python. They only fall, to 45,000 of src and of tests: a feature pays by removing.
-BUDGETS = {"src": 49_473, "tests": 48_985, "bench": 9_670}
+BUDGETS = {"src": 0, "tests": 0, "bench": 0}
 
 
 @pytest.mark.parametrize("folder", BUDGETS)

@@ -21,7 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo.nn import Experts, GroupedLinear
+from octavo.nn.fused import NormSpec, Stack, run_fused
+from octavo.nn.linear_function import LinearCall
 from octavo.nn.module_tools import plain_name
+from octavo.nn.observer import Observer
 from octavo.recipe import GEMMS, Recipe, rowwise
 
 Inputs = tuple[Tensor, ...]
@@ -114,6 +117,25 @@ def test_compiled_code_equals_eager_in_one_graph(name: str, recipe: str | Recipe
             octavo.scales.update_scales(each_model)
     scales = octavo.scales.scale_state(model)
     assert all(torch.equal(t, scales[key]) for key, t in octavo.scales.scale_state(eager).items())
+
+
+@pytest.mark.slow
+def test_compiled_with_two_sizes_of_weights() -> None:
+    """Sizes that vary are symbols, for which the backward pass took strides of dy. It has others than y here."""
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        call = LinearCall(recipe, x.dtype, observer=observer)  # observed, and so traced
+        norm = NormSpec(1e-5, center=False), w[0].detach(), None
+        return torch.cat(run_fused(x, x.exp(), norm, Stack([w], [None]), call), 2).transpose(0, 2).contiguous()
+
+    recipe: Any = rowwise().fusable
+    observer = Observer(1, torch.device("cpu"))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for rows, inputs in ((16, 32), (64, 128), (64, 64)):
+        leaves = [torch.randn(*size, inputs, requires_grad=True) for size in ((2, rows), (64,))]
+        dy = torch.randn_like(run(*leaves))
+        found = [torch.autograd.grad(call(*leaves), leaves, dy) for call in (run, compiled)]
+        assert all(map(torch.equal, *found))
 
 
 @each

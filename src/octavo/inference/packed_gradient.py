@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import FusedCall, LinearCall, quantize_folded, transposed
+from octavo.nn.linear_function import FusedCall, LinearCall, quantize_folded, rows, transposed
 from octavo.nn.module_tools import differentiable_once
 from octavo.numerics import ROW, TENSOR, QTensor
 from octavo.ops import quantize, scaled_mm
@@ -61,7 +61,7 @@ class PackedProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         data, scale = ctx.saved_tensors
         w = QTensor(data, scale, ctx.format, ctx.granularity)
-        dx = input_gradient(dy.reshape(-1, dy.shape[-1]).contiguous(), w, ctx.weight_only)
+        dx = input_gradient(rows(dy).contiguous(), w, ctx.weight_only)
         return dx.to(ctx.x_dtype).view(ctx.shape), None, None, None, None, None
 
 

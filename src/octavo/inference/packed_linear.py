@@ -23,10 +23,10 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.fused import NO_PAIR, Norm, Stack, reads, rows, run_fused, stack_adapters, wider_first
+from octavo.nn.fused import NO_PAIR, Norm, Stack, reads, run_fused, stack_adapters, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
-from octavo.nn.linear_function import FusedCall
+from octavo.nn.linear_function import FusedCall, rows
 from octavo.nn.module_tools import (
     Adapter,
     PrecomputedProjections,

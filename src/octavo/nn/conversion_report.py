@@ -225,7 +225,6 @@ class Row:
 
 
 def _by_backend(backends: Mapping[str, Backend], of: str) -> list[str]:
-    """A line for each backend, with the GEMMs that it computes."""
     gemms = {each: ", ".join(gemm for gemm in backends if backends[gemm] == each) for each in backends.values()}
     return [f"  {names + of:<2} {backend.name}: {backend.reason}" for backend, names in gemms.items()]
 

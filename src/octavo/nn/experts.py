@@ -151,7 +151,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (slot,) = ctx.saved_tensors
-        return dy.reshape(-1, dy.shape[2])[slot], None, None
+        return dy.flatten(0, 1)[slot], None, None
 
 
 def _by_slot(y: Tensor, row: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from octavo.nn.linear_function import (
     quantize_folded,
     read_recipe,
     rescaled,
+    rows,
     scale_folded,
     shaped,
     transposed,
@@ -299,6 +300,8 @@ class FusedInput:
         """That of x [..., K] and residual [..., K], by `wider_first`, and gamma [K] and beta [K] of `norm`."""
         x, residual, gamma, beta = tensors
         info = InputInfo(norm, x.shape, x.dtype, residual is not None)
+        # Not before the autograd function: x and the residual get the same tensor as their gradient. Autograd must see
+        # that it is the same, or accumulating into one leaf's gradient would change the other's.
         x, residual = rows(x), rows(residual)
         if norm is None or gamma is None:
             return cls(x, exchange.quantize_x(x, cast), (None,) * 5, info)
@@ -324,15 +327,6 @@ def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | No
         return x, residual
     wide = torch.promote_types(x.dtype, residual.dtype)
     return (residual, x) if residual.dtype == wide else (x.to(wide), residual)
-
-
-def rows(x: Any) -> Any:
-    """x [..., K] as [T, K]; None for None.
-
-    Called within the autograd functions, not before them: x and the residual get the same tensor as their gradient.
-    Autograd must see that it is the same, or accumulating into one leaf's gradient would change the other's.
-    """
-    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 # ---- Linear layers stacked along their outputs, to run as one GEMM.

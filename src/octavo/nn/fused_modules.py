@@ -379,10 +379,6 @@ class DecoderLayer(nn.Module):
     """A decoder layer of transformers that runs norms and projections, and norm and MLP, in one pass each."""
 
     added: ClassVar[tuple[str, ...]] = ("qkv",)
-    qkv: NormLinear
-    self_attn: nn.Module
-    mlp: nn.Module
-    post_attention_layernorm: nn.Module
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
@@ -397,9 +393,10 @@ class DecoderLayer(nn.Module):
         # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
         projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
         attention, _ = attend(hidden_states=projections, **kwargs)
+        norm = child(self, "post_attention_layernorm")
         if isinstance(mlp, FusedMLP):
-            return mlp.forward_residual(hidden_states, child(self, "post_attention_layernorm"), attention)
-        y, total = mlp(hidden_states, self.post_attention_layernorm, attention)  # a wrapper, which must be called
+            return mlp.forward_residual(hidden_states, norm, attention)
+        y, total = mlp(hidden_states, norm, attention)  # a wrapper, which must be called
         return total + y
 
 
@@ -430,23 +427,18 @@ class VisionBlock(nn.Module):
     """A block of timm that runs norm and projections, and norm and MLP, in one pass each."""
 
     added: ClassVar[tuple[str, ...]] = ("fused_qkv", "fused_mlp")
-    fused_qkv: NormLinear
-    fused_mlp: GELU
-    ls1: nn.Module
-    ls2: nn.Module
-    drop_path1: nn.Module
-    drop_path2: nn.Module
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: x [B, T, K] to [B, T, K]; other arguments go to the attention."""
+        block: Any = self
         attend, qkv = child(self, "attn"), child(self, "fused_qkv")
         fused = None if watched(attend) or watched(child(self, "mlp")) else qkv.fused(x)
         if fused is None:
             return super().forward(x, *args, **kwargs)
         attention = attend(PrecomputedProjections(x, qkv.inner, fused[0]), *args, **kwargs)
-        attention = self.drop_path1(self.ls1(attention))
+        attention = block.drop_path1(block.ls1(attention))
         y, total = child(self, "fused_mlp").run(x, child(self, "norm2"), attention)
-        return total + self.drop_path2(self.ls2(y))
+        return total + block.drop_path2(block.ls2(y))
 
 
 # ---- Blocks of diffusers' transformers whose norms and MLPs are fused with quantization, once they are converted.
@@ -486,9 +478,6 @@ class DiffusionBlock(nn.Module):
     """A block of diffusers that runs norms and projections, and norm and MLP, in one pass each."""
 
     added: ClassVar[tuple[str, ...]] = ("fused_qkv", "fused_q", "fused_mlp")
-    fused_qkv: NormLinear
-    fused_q: NormLinear | None
-    fused_mlp: GEGLU
 
     def forward(
         self,
@@ -575,8 +564,7 @@ def _layer_after(attention: Any) -> str:
         return known.block.o.rpartition(".")[2] if known and known.block.rms else ""
     if _is_plain_attention(attention):  # of diffusers
         return "to_out.0"
-    ours: str = getattr(attention, "layer_after", "")  # in `octavo.models`
-    return ours
+    return str(getattr(attention, "layer_after", ""))  # in `octavo.models`
 
 
 def _saves_output(attention: Any) -> bool:
@@ -585,5 +573,4 @@ def _saves_output(attention: Any) -> bool:
         return False
     if library_of(attention) == "transformers":
         return attention.config._attn_implementation in FUNCTIONS
-    fused: bool = getattr(attention, "fused_attn", True)  # in timm
-    return fused
+    return bool(getattr(attention, "fused_attn", True))  # in timm

@@ -151,6 +151,14 @@ Call = LinearCall[Recipe]
 FusedCall = LinearCall[FusableRecipe]
 
 
+def rows(x: Any) -> Any:
+    """x [..., K] as [T, K]; None for None.
+
+    The sizes are not read: where they vary, compiled code may take a stride of dy for one in the backward pass.
+    """
+    return None if x is None else x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+
+
 def shaped(y: Tensor, shape: torch.Size) -> Tensor:
     """y [T, N], which was computed here, as an output [..., N] for an input of `shape`. FSDP warns of a view."""
     result: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
@@ -219,7 +227,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ctx.shape = x.shape
-        x = x.reshape(-1, x.shape[-1])
+        x = rows(x)
         recipe = call.recipe
         # What y reads is quantized, and, where y runs in BF16 or is rotated, the bytes that the backward pass reads.
         shared = recipe.y is not None and "y" not in recipe.rotate
@@ -254,7 +262,7 @@ class _Linear(torch.autograd.Function):
         recipe = call.recipe
         x, s_x, w_data, s_w, w = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+        dy = rows(dy).contiguous()
         folded_s_w = s_w if _by_row(recipe.dx) else None
         folded_s_x = s_x if needs_w and recipe.quantizes_x_once and _by_row(recipe.dw) else None
         g = _quantize_dy(dy, folded_s_w, folded_s_x, call) if needs_x or needs_w else None

@@ -348,7 +348,6 @@ def _time(
 
 
 def _recorded(call: Callable[[], None]) -> Callable[[], None]:
-    """`call` as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()

@@ -59,9 +59,7 @@ class GatheredWeight(Tensor):
     rotated: bool
 
     @staticmethod
-    def __new__(
-        cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str, rotated: bool = False, *for_dx: Tensor
-    ) -> Any:
+    def __new__(cls, data: Tensor, scale: Tensor, dtype: torch.dtype, *_: Any) -> Any:
         make: Any = torch.Tensor._make_wrapper_subclass
         w: GatheredWeight = make(cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device)
         return w

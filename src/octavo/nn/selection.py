@@ -111,7 +111,6 @@ def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int], read: dict[int, str]) -> str:
-    """Why this layer is skipped, or "" where it is not."""
     weight: Any = module.weight
     outputs, inputs = shape_of(module)
     if id(weight) in tied:
@@ -196,5 +195,4 @@ def e5m2_gradients(layer: Any) -> Recipe | None:
 
 
 def _in_e5m2(gemm: Gemm | None) -> Gemm | None:
-    """A GEMM whose first operand is dy, with dy in e5m2."""
     return None if gemm is None else replace(gemm, a=replace(gemm.a, format=gemm.a.format.replace("e4m3", "e5m2")))

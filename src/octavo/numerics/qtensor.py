@@ -38,10 +38,8 @@ class QTensor:
     granularity: Granularity
 
     def __post_init__(self) -> None:
-        if not torch.compiler.is_dynamo_compiling():  # to trace it for each tensor of a model takes seconds
-            self._check()
-
-    def _check(self) -> None:
+        if torch.compiler.is_dynamo_compiling():  # to trace the checks for each tensor of a model takes seconds
+            return
         if self.data.dtype != self.format.dtype:
             raise TypeError(f"{self.format.name} data must be {self.format.dtype}, got {self.data.dtype}")
         if self.scale.dtype not in SCALE_DTYPES:

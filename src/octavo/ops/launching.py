@@ -48,7 +48,6 @@ def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = N
 
 @lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of `shape`."""
     return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -197,16 +196,14 @@ def some_gpu_rounds_twice() -> bool:
 @cache
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a GPU. The cache saves the search for its properties, at every launch."""
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
     """The bytes of shared memory that one program may have on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)
-    size: int = properties.shared_memory_per_block_optin
-    return size
+    return int(properties.shared_memory_per_block_optin)
 
 
 def cdiv(a: int, b: int) -> int:

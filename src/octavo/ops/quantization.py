@@ -229,7 +229,6 @@ def _quantizes(x: Tensor, cast: Cast, *rest: Any) -> bool:
 
 
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
-    """Data and scale of a matrix of `shape`, without values."""
     data = x.new_empty(shape, dtype=cast.fmt.dtype)
     return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=cast.scale_dtype)
 

@@ -39,8 +39,7 @@ from octavo.version import __version__
 
 
 TENSORS = frozenset((Tensor, Parameter))
-OTHERS = frozenset((int, float, bool, str, torch.dtype, type(None)))
-PLAIN = TENSORS | OTHERS
+PLAIN = TENSORS | {int, float, bool, str, torch.dtype, type(None)}
 READERS: dict[Any, Callable[[str], Any]] = {
     Cast: parse_cast,
     Format: narrow_format,

@@ -28,10 +28,11 @@ from octavo.checkpoint.scheme import CHANNEL
 from octavo.inference.kv_cache import ModelKVCache, sliding_window
 from octavo.inference.packed_linear import PackedLinear
 from octavo.inference.transformers_cache import ATTENTION, CACHE, register_attention
-from octavo.nn.fused import Stack, rows
+from octavo.nn.fused import Stack
 from octavo.nn.fused_loss import LossModel
 from octavo.nn.fused_modules import is_known
 from octavo.nn.linear import Linear
+from octavo.nn.linear_function import rows
 from octavo.nn.module_tools import differentiable_once, is_fsdp_module, mix_classes, watched
 from octavo.numerics import QTensor
 from octavo.ops import (

@@ -88,7 +88,6 @@ def rotate_append_kernel(
 def _rotated(
     x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr
 ):
-    """The rotated tile, in x's dtype."""
     dtype = x_ptr.dtype.element_ty
     lower = offs_d < HEAD_DIM // 2
     other_d = tl.where(lower, offs_d + HEAD_DIM // 2, offs_d - HEAD_DIM // 2)
@@ -116,7 +115,6 @@ def _append(
     y, data_ptr, scale_ptr, clipped_ptr, length_ptr, pair, kv_head, num_new, capacity, offs_t, offs_d, mask,
     HEAD_DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Store y as the last tokens of the cache."""
     y = y.to(tl.float32)
     if scale_ptr is not None:
         y = to_stored(y, mask, scale_ptr + kv_head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty)
