@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
+from bench.gpu.offload import BASE as HOSTED
+from bench.gpu.offload import KINDS, MODES
 from bench.gpu.plan import AIMS, MODELS, with_plan
 from bench.report.filler import Fields, Result, Row
 from bench.report.performance import expert_shapes
@@ -191,6 +193,19 @@ def largest_batches(results: dict[str, Result]) -> Rows:
         plan = training("llama-3.2-1b", recipe, "h100", fused=recipe != "bf16", batch=8, context=found["context"])
         peak = compared(plan.memory.peak / 1e9, row["peak_bytes"]["8"] / 1e9)
         yield {"recipe": recipe, "batch": compared(plan.largest_batch, row["largest_batch"]), "gb": peak}
+
+
+def host_errors(results: dict[str, Result]) -> Rows:
+    """Whole steps with masters on the host (bench/gpu/offload.py), until the last weight is updated."""
+    for row in results["gpu_offload"]["rows"]:
+        for kind, (settings, _) in KINDS.items():
+            found, config = row[kind], HOSTED.change(**MODES[row["mode"]], **settings)
+            plan = TrainingPlan(make_setup(find_architecture("", config), config, find_gpu("h200"), 1))
+            sizes = {"gb": compared(plan.memory.peak / 1e9, found["peak_bytes"] / 1e9)}
+            sizes["host"] = compared(plan.memory.offloaded / 1e9, row["host_bytes"] / 1e9)
+            rates = {"tokens": found["tokens_per_second"], "waited": found["update_seconds"]}
+            time = compared(plan.time.total, found["seconds"])
+            yield {"recipe": config.recipe, "kind": kind, "s": time, **sizes, **rates}
 
 
 def within(result: Result) -> str:

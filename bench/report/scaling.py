@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
 from bench.report.filler import Result, Row
-from octavo.plan.step_time import NODE, NVLINK, Links, Training
+from octavo.plan.step_time import NODE, Links, Training
+from octavo.rates.measured import find_gpu
 
 Rows = Iterator[Row]
 WORLDS = (64, 256, 1024, 4096)
@@ -15,6 +16,7 @@ LAYERS = 32  # of Llama-3-8B
 CARDS = (400, 100, 25)  # Gb/s of each GPU's network card
 MODES = (BASE, WIDE, OURS, TORCHAO)
 EAGER = "bf16, eager"
+NVLINK = find_gpu("h200").link
 
 
 def runs(results: dict[str, Result], prefix: str = "gpu_fsdp_") -> list[Result]:
@@ -151,6 +153,12 @@ def gradient_bytes(run: Result, row: Result) -> float:
     return float(4 * row["reduced_bytes"] / rows_of(run)[BASE]["reduced_bytes"])
 
 
+def sending(training: Training, gradient: float) -> Training:
+    """The same step with so many bytes a gradient in its reductions."""
+    reduced, root = (size * gradient / training.gradient for size in (training.reduced, training.root_reduced))
+    return replace(training, reduced=reduced, root_reduced=root, gradient=gradient)
+
+
 def links_of(run: Result) -> Links:
     return Links(run.get("bytes_per_second", NVLINK))
 
@@ -162,7 +170,7 @@ def model_errors(results: dict[str, Result]) -> Rows:
         for run in runs(results):
             row, setting = rows_of(run).get(name), run["setting"]
             if row and run not in known:
-                sent = training.sending(gradient_bytes(run, row))
+                sent = sending(training, gradient_bytes(run, row))
                 model = replace(sent, layers=setting["layers"]).step(links_of(run), setting["world"])
                 where = f"{setting['world']} GPUs, {setting['layers']} layers"
                 yield {"where": where, "mode": name, "model": model, "ms": row["median"]}
@@ -178,7 +186,7 @@ def model_errors(results: dict[str, Result]) -> Rows:
 def at_bandwidth(result: Result, mode: str, training: Training, bandwidth: float) -> float:
     """The model's seconds of a mode's step in a network benchmark, at a bandwidth in bytes a second."""
     setting = result["setting"]
-    training = training.sending(2.0 if mode in setting.get("bf16_gradients", ()) else 4.0)
+    training = sending(training, 2.0 if mode in setting.get("bf16_gradients", ()) else 4.0)
     links = Links(bandwidth, shared=setting["transport"] == "socket")  # few channels slow each collective alone
     return replace(training, layers=setting["layers"]).step(links, setting["world"])
 
