@@ -177,13 +177,20 @@ def serving_errors(results: dict[str, Result]) -> Rows:
         yield {"gpu": gpu.upper(), "layers": layers, "step": what, **facts}
 
 
-def configurations(results: dict[str, Result]) -> Rows:
+def whole_runs(results: dict[str, Result]) -> Rows:
     """The rows of bench/gpu/plan.py, by the plan as it is now."""
     for measured in (row for _, result in plan_results(results) for row in result["rows"]):
-        row = Fields(with_plan(measured))
-        row.update(planned=Fields(row["planned"]), machine_before=measured.get("machine"))
-        ms = compared(1e3 * row["planned"]["seconds"], 1e3 * row["seconds"])
-        yield {**row, "ms": ms, "gb": compared(row["planned"]["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9)}
+        row = with_plan(measured)
+        found = {key: row[key] for key in ("model", "gpus", "recipe", "checkpointing")}
+        for name, unit, scale in (
+            ("seconds", "ms", 1e3),
+            ("peak_bytes", "peak GB", 1e-9),
+            ("host_seconds", "ms of the host", 1e3),
+        ):
+            figures = {"planned": row["planned"].get(name), "measured": row.get(name)}
+            found |= {f"{unit}, {word}": None if x is None else scale * x for word, x in figures.items()}
+        idle = row["kernels_ms"].get("idle") if "kernels_ms" in row else None
+        yield found | {"ms without a kernel": idle, "commit": row.get("machine", {}).get("commit")}
 
 
 def largest_batches(results: dict[str, Result]) -> Rows:
@@ -212,7 +219,11 @@ def within(result: Result) -> str:
     """How many rows of a model are within the aims."""
     errors = [row["errors"] for row in map(with_plan, result["rows"])]
     counts = {name: sum(abs(each[name]) <= aim for each in errors) for name, aim in AIMS.items()}
-    parts = [f"{counts[name]} of {len(errors)} within {aim:.0%} of the {name}" for name, aim in AIMS.items()]
+    most = {name: max(abs(each[name]) for each in errors) for name in AIMS}
+    parts = [
+        f"{counts[name]} of {len(errors)} within {aim:.0%} of the {name} (at most {most[name]:.1%})"
+        for name, aim in AIMS.items()
+    ]
     return f"{' and '.join(parts).replace('%', ' %')}."
 
 
