@@ -10,8 +10,8 @@ GPU.
 
 "ours, only if faster" converts with a batch, so that each layer is judged by its own tokens.
 
-The part `whole` takes steps of whole models with AdamW: timm's ViT-H/14, and a U-Net of SDXL's shape of diffusers.
-Their blocks are compiled one by one. The modes in BF16 share their parameters.
+The part `whole` takes steps of timm's whole ViT-H/14 with AdamW. Its blocks are compiled one by one. The modes in BF16
+share their parameters.
 
 The part `compile` has the seconds until a stack of ViT-H/14's shape is compiled, in BF16 and converted. Each way to
 compile runs in a process of its own, without any of PyTorch's or Triton's saved code:
@@ -20,9 +20,8 @@ compile runs in a process of its own, without any of PyTorch's or Triton's saved
     block    block.compile() for each block: compiled once, for all of them
 
 The clock runs over the first step. PyTorch is imported and an eager step has run before. A later step is subtracted.
-The result is written after each way, beside the earlier one of the other way.
 
-    python -m bench.gpu.vision [--only blocks] [--model ViT-H/14] [--depth 32]
+    python -m bench.gpu.vision [--only blocks] [--depth 32]
 """
 
 import copy
@@ -166,101 +165,59 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {  # what prepares a model
 }
 
 
-class VisionTransformer:
-    """timm's ViT-H/14 and its images."""
-
-    library, block, batches = "timm", "Block", sized((64, 128), (2, 4))
-
-    @staticmethod
-    def make() -> nn.Module:
-        timm: Any = importlib.import_module("timm")
-        small = sized({}, {"img_size": 28, "embed_dim": 128, "depth": 2, "num_heads": 4})
-        return timm.create_model("vit_huge_patch14_224", **small)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def inputs(model: Any, batch: int, **options: Any) -> dict[str, Any]:
-        return {"x": torch.randn(batch, 3, *model.patch_embed.img_size, **options)}
+BATCHES = sized((64, 128), (2, 4))
 
 
-class UNet:
-    """diffusers' U-Net of SDXL's shape (Podell et al. 2023, arXiv:2307.01952), and latents of 1,024 x 1,024 pixels."""
-
-    library, block, batches = "diffusers", "BasicTransformerBlock", sized((4, 8), (1, 2))
-
-    @staticmethod
-    def make() -> nn.Module:
-        diffusers: Any = importlib.import_module("diffusers")
-        attends = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
-        return diffusers.UNet2DConditionModel(  # type: ignore[no-any-return]
-            down_block_types=("DownBlock2D", attends[0], attends[0]),
-            up_block_types=(attends[1], attends[1], "UpBlock2D"),
-            block_out_channels=sized((320, 640, 1280), (32, 64, 64)),
-            transformer_layers_per_block=sized((1, 2, 10), (1, 1, 2)),
-            attention_head_dim=sized((5, 10, 20), (1, 2, 2)),
-            cross_attention_dim=sized(2048, 64),
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=2816,
-        )
-
-    @staticmethod
-    def inputs(model: Any, batch: int, **options: Any) -> dict[str, Any]:
-        side = sized(128, 16)
-        return {
-            "sample": torch.randn(batch, 4, side, side, **options),
-            "timestep": torch.randint(1000, (batch,), device=options["device"]),
-            "encoder_hidden_states": torch.randn(batch, 77, model.config.cross_attention_dim, **options),
-            "added_cond_kwargs": {
-                "text_embeds": torch.randn(batch, 1280, **options),
-                "time_ids": torch.zeros(batch, 6, **options),
-            },
-        }
-
-
-MODELS: dict[str, type[VisionTransformer | UNet]] = {"ViT-H/14": VisionTransformer, "SDXL's U-Net": UNet}
+def vision_transformer() -> nn.Module:
+    """timm's ViT-H/14."""
+    timm: Any = importlib.import_module("timm")
+    small = sized({}, {"img_size": 28, "embed_dim": 128, "depth": 2, "num_heads": 4})
+    return timm.create_model("vit_huge_patch14_224", **small)  # type: ignore[no-any-return]
 
 
 class Training:
     """The steps of a mode with AdamW. The loss is the mean square of the outputs."""
 
-    def __init__(self, kind: Any, mode: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.kind, self.optimizer = kind, optimizer
-        self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    def __init__(self, mode: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.model: Any = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         self.dtype = next(model.parameters()).dtype
         WHOLE[mode](self.model)
-        for module in [m for m in self.model.modules() if any(c.__name__ == kind.block for c in type(m).__mro__)]:
-            module.compile()
+        for block in self.model.get_submodule("blocks").children():
+            block.compile()
 
-    def __call__(self, batch: int = 0) -> None:
-        y: Any = self.model(
-            **self.kind.inputs(self.model, batch or self.kind.batches[0], device=DEVICE, dtype=self.dtype)
-        )
-        getattr(y, "sample", y).float().square().mean().backward()
+    def __call__(self, batch: int = BATCHES[0]) -> None:
+        size = batch, 3, *self.model.patch_embed.img_size
+        y = self.model(torch.randn(size, device=DEVICE, dtype=self.dtype))
+        y.float().square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def memory(self) -> dict[str, Any]:
         """The peaks of two batches, in bytes, and the largest batch that runs, as if no other model were there."""
-        batches, own = self.kind.batches, 3 * sum(p.nbytes for p in self.model.parameters())  # with AdamW's moments
-        return harness.largest_batch(self, batches, max(harness.allocated() - own, 0), self.optimizer)
+        own = 3 * sum(p.nbytes for p in self.model.parameters())  # with AdamW's moments
+        return harness.largest_batch(self, BATCHES, max(harness.allocated() - own, 0), self.optimizer)
 
 
-def measure_whole(kind: Any) -> Iterator[dict[str, Any]]:
+def measure_whole() -> Iterator[dict[str, Any]]:
     """Milliseconds of each mode, and then its peaks and its largest batch, mode by mode."""
     torch.set_float32_matmul_precision("high")
     steps: dict[str, Training] = {}
     for modes, dtype in (((FP32,), torch.float32), (tuple(WHOLE)[1:], torch.bfloat16)):
         torch.manual_seed(0)
         with torch.device(DEVICE):
-            model = kind.make().to(dtype).train()
+            model = vision_transformer().to(dtype).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=DEVICE == "cuda")
         for mode in modes:
-            step = Training(kind, mode, model, optimizer)
-            if made(mode, partial(harness.once, step, 1)):  # torchao takes no layer of 308 rows, as of four texts
+            step = Training(mode, model, optimizer)
+            if made(mode, partial(harness.once, step, 1)):
                 steps[mode] = step
     times = harness.interleaved(steps, rounds=5, repeat=2)
-    result = {"parameters": sum(p.numel() for p in model.parameters()), "batch": kind.batches[0], "rounds": times}
+    result: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "batch": BATCHES[0],
+        "rounds": times,
+    }
     result["modes"] = harness.rows_of(times, "bf16", "speed")
     yield result
     for mode, step in steps.items():
@@ -300,28 +257,20 @@ def first_step(mode: str, scope: str, depth: int) -> dict[str, float]:
 
 
 def compile_times(depth: int) -> Results:
-    name = "gpu_compile_time"
-    cells = record.rows_before(name, "cells")
-    for scope in ("whole", "block"):
-        found = [{"mode": mode, "scope": scope, **new_process(mode, scope, depth)} for mode in ("bf16", "ours")]
-        show(found)
-        cells = [cell for cell in cells if cell["scope"] != scope] + found
-        yield name, {"depth": depth, "cells": cells}
+    ways = [{"mode": mode, "scope": scope} for scope in ("whole", "block") for mode in ("bf16", "ours")]
+    cells = [{**way, **new_process(**way, depth=depth)} for way in ways]
+    show(cells)
+    yield "gpu_compile_time", {"depth": depth, "cells": cells}
 
 
-@benchmark(only=("blocks", "whole", "compile"), model=tuple(MODELS), depth=sized(32, 2))
+@benchmark(only=("blocks", "whole", "compile"), depth=sized(32, 2))
 def main(options: Options) -> Results:
     earlier = record.before("gpu_vision")
-    if options.only in (None, "whole"):
-        whole = dict(earlier.get("whole", {}))
-        for name in [options.model] if options.model else MODELS:
-            if library_block(MODELS[name].library, "__version__") is None:
-                print(f"{name}: {MODELS[name].library} is not installed")
-                continue
-            for measured in measure_whole(MODELS[name]):
-                whole[name] = {"machine": record.facts(), **measured}
-                earlier = {"shapes": {}, **earlier, "whole": whole}
-                yield "gpu_vision", earlier
+    if options.only in (None, "whole") and library_block("timm", "__version__") is not None:
+        for measured in measure_whole():
+            whole = {"ViT-H/14": {"machine": record.facts(), **measured}}
+            earlier = {"shapes": {}, **earlier, "whole": whole}
+            yield "gpu_vision", earlier
     found: dict[str, Any] = {}
     for name, shape in SHAPES.items() if options.only in (None, "blocks") else ():
         if shape.text and library_block("diffusers.models.attention", "BasicTransformerBlock") is None:
