@@ -27,7 +27,6 @@ STACK = {  # modes of gpu_stack.json: recipe, whether Octavo's own blocks, wheth
     "ours plain: tensorwise, compile": ("tensorwise", False, ""),
     "ours plain: rowwise_dw_bf16, compile": ("rowwise_dw_bf16", False, ""),
     "ours plain: blockwise, compile": ("blockwise", False, ""),
-    "ours plain: delayed, compile": ("delayed", False, ""),
 }
 SERVED = [  # results, key, GPU, mode, scheme, batch, context, and the dtypes of keys and values and of attention
     ("gpu_serve", "prefill", "h100", BASE, "bf16", 1, 8192, "bf16", "bf16"),
