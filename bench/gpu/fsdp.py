@@ -101,9 +101,7 @@ class Runner:
         self.network = network or ranks.Network()
         self.network.carry(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        generator = torch.Generator(harness.DEVICE).manual_seed(
-            1 + distributed.get_rank()
-        )  # each rank has its own batch
+        generator = torch.Generator(harness.DEVICE).manual_seed(1 + distributed.get_rank())  # each has its own batch
         shape = 2, 1, tokens
         self.batch = torch.randint(config.vocabulary, shape, device=harness.DEVICE, generator=generator).unbind()
 
@@ -255,10 +253,8 @@ def link(channels: int, runners: dict[str, Runner], network: ranks.Network, roun
     network.group = group(channels)
     rate = ranks.bandwidth(network.group)
     steps = {name: runner.step for name, runner in runners.items()}
-    times = {
-        name: ranks.slowest(each)
-        for name, each in harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1).items()
-    }
+    found = harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1)
+    times = {name: ranks.slowest(each) for name, each in found.items()}
     ranks.say(f"{channels} channels, {rate / 1e9:.2f} GB/s:", harness.medians(times))
     return {"channels": channels, "bytes_per_second": rate, "rounds": times}
 

@@ -166,12 +166,8 @@ def worst_channel(exact: Tensor, actual: Tensor) -> float:
 
 
 def extremes(by_layer: dict[str, tuple[float, float]]) -> Result:
-    whole = {layer: db for layer, (db, _) in by_layer.items()}
-    worst = min(whole, key=whole.__getitem__)
-    return {
-        "median": statistics.median(whole.values()), "worst": whole[worst], "worst_layer": worst,
-        "worst_channel": min(channel for _, channel in by_layer.values()),
-    }  # fmt: skip
+    whole, channels = zip(*by_layer.values(), strict=True)
+    return {"median": statistics.median(whole), "worst": min(whole), "worst_channel": min(channels)}
 
 
 # --- Speed -----------------------------------------------------------------------------------------------------
@@ -227,10 +223,7 @@ def without(values: Any, key: str) -> Any:
     return {k: without(v, key) for k, v in values.items() if k != key} if isinstance(values, dict) else values
 
 
-@benchmark(
-    cpu=False, recipes=",".join(VARIANTS), seeds=sized(5, 1), out=Path("runs/recipes"), only=PARTS, steps=int,
-    processes=int, merge=Path,
-)  # fmt: skip
+@benchmark(cpu=False, recipes=",".join(VARIANTS), out=Path("runs/recipes"), only=PARTS, merge=Path)
 def main(options: Options) -> Results:
     if options.merge:
         yield "recipes", merge(options.merge)
@@ -240,14 +233,13 @@ def main(options: Options) -> Results:
         raise SystemExit(f"unknown recipe {unknown[0]!r}: choose some of {', '.join(VARIANTS)}")
     if options.cpu == torch.cuda.is_available():
         raise SystemExit("a machine without a GPU needs --cpu; one with a GPU takes it with CUDA_VISIBLE_DEVICES= only")
-    study = runs.study_of("recipes-cpu" if options.cpu else "recipes", options.steps)
+    study = runs.study_of("recipes-cpu" if options.cpu else "recipes")
     options.out.mkdir(parents=True, exist_ok=True)
     parts = [options.only] if options.only else [part for part in PARTS if part != "speed" or not options.cpu]
     if "losses" in parts:
-        processes = options.processes or (1 if options.cpu else sized(5, 1))
         names.sort(key=lambda name: "emulated" not in implementations(name, torch.device(DEVICE)).values())  # longest
-        plan = [(name, seed) for name in names for seed in range(options.seeds)]
-        runs.train_all(study, plan, options.out, processes=processes)
+        plan = [(name, seed) for name in names for seed in range(sized(5, 1))]
+        runs.train_all(study, plan, options.out, processes=1 if options.cpu else sized(5, 1))
     if "errors" in parts:
         write(options.out, "errors", errors(names, study, runs.tokens_of(study, options.out)))
     if "speed" in parts:

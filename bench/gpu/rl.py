@@ -12,14 +12,12 @@ same-bits   what this mode costs at Qwen3-0.6B's shape: decoding, and steps of t
 parity      `octavo.rl.parity` of Llamas of eight layers, whose random weights have the deviation 0.06, in the
             default mode and in that of the same bits; the mean over `SEEDS`. It runs on a CPU too, in two minutes
 
-python -m bench.gpu.rl [--only push] [--shapes 0.6b,8b] [--layers 0] [--pushes 10] [--checked 1000]
-    layers: of each shape of `push`; 0 takes its own
+python -m bench.gpu.rl [--only push]
 """
 
 import copy
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import octavo
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, kernels_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, once, peak_of, show, sized
 from octavo.checkpoint.scheme import CHANNEL
 from octavo.hf.meta_model import quiet_transformers
 from octavo.inference.packed_linear import fuse, swap_linears
@@ -89,14 +87,6 @@ def tokens(model: Any) -> Tensor:
 # --- Pushes ----------------------------------------------------------------------------------------------------
 
 
-def allocated() -> int:
-    """Bytes; the peak begins here."""
-    if DEVICE != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
 def check(count: int) -> dict[str, Any]:
     """Bytes that `count` pushes add; an error if what is generated then is not what a new folder gives."""
     config = Qwen3Config(**CHECKED)
@@ -118,7 +108,7 @@ def check(count: int) -> dict[str, Any]:
     assert pushed.checksum == checksum(served) == checksum(afresh)
     assert torch.equal(tokens(served), expected)
     assert grown == 0
-    return {"pushes": count, "grown_bytes": grown, "same_tokens": True}
+    return {"pushes": count}
 
 
 def pushes(config: Qwen3Config, count: int) -> dict[str, Any]:
@@ -128,15 +118,12 @@ def pushes(config: Qwen3Config, count: int) -> dict[str, Any]:
     held, seconds, sums = allocated(), [], []
     for i in range(count):
         seconds.append(push(model, served).seconds)
-        began = time.perf_counter()
-        checksum(served)
-        sums.append(time.perf_counter() - began)
+        sums.append(once(partial(checksum, served), 1) / 1e3)
         show(f"push {i + 1}", {"ms": 1e3 * seconds[-1], "checksum": 1e3 * sums[-1]})
-    beyond = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else 0
-    largest = max(p.nbytes for name, p in model.named_parameters() if ".layers." in name)
+    beyond = peak_of(partial(push, model, served), held, warmup=0)
     figures = {"seconds": statistics.median(seconds), "checksum_seconds": statistics.median(sums), "each": seconds}
     sizes = {"layers": config.num_hidden_layers, "bytes": pushed.bytes}
-    return sizes | figures | {"beyond": beyond, "beyond_in_layers": beyond / largest}
+    return sizes | figures | {"beyond": beyond}
 
 
 # --- The mode of the same bits ----------------------------------------------------------------------------------
@@ -147,7 +134,7 @@ def rollouts(model: Any, served: Any) -> dict[str, Any]:
     found = {}
     for name, each in {"transformers": model, "served": served}.items():
         sample(each, BATCHES[-1], 4)
-        found[name] = timed(partial(sample, each, BATCHES[-1], NEW))
+        found[name] = once(partial(sample, each, BATCHES[-1], NEW), 1)
         show(f"rollouts by {name}: {found[name]:.0f} ms")
     sizes = {"texts": BATCHES[-1], "prompt": PROMPT, "new": NEW}
     return {**sizes, **found, "speed": found["transformers"] / found["served"]}
@@ -161,8 +148,8 @@ def measured(model: Any, served: Any) -> dict[str, float]:
         for each, batch, length in ((model, *TOKENS), *pieces):
             each(torch.zeros(batch, length, dtype=torch.int64, device=DEVICE), use_cache=False)
     calls: dict[str, Callable[[], float]] = {f"decode {b}": partial(decode, served, b) for b in BATCHES}
-    calls["forward"] = partial(timed, lambda: model(ids, use_cache=False))
-    calls["step"] = partial(timed, lambda: model(ids, use_cache=False).logits.mean().backward())
+    calls["forward"] = partial(once, lambda: model(ids, use_cache=False), 1)
+    calls["step"] = partial(once, lambda: model(ids, use_cache=False).logits.mean().backward(), 1)
     found = {}
     for name, call in calls.items():
         call()  # compiles what is left, captures and warms up
@@ -177,15 +164,7 @@ def sample(model: Any, batch: int, new: int) -> Tensor:
 
 def decode(served: Any, batch: int) -> float:
     """Milliseconds of a step: of a text of `NEW` tokens less that of one, divided."""
-    return (timed(lambda: sample(served, batch, NEW)) - timed(lambda: sample(served, batch, 1))) / (NEW - 1)
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """Milliseconds of a call, whose results have been read."""
-    start = time.perf_counter()
-    call()
-    torch.zeros(1, device=DEVICE).item()
-    return (time.perf_counter() - start) * 1e3
+    return (once(lambda: sample(served, batch, NEW), 1) - once(lambda: sample(served, batch, 1), 1)) / (NEW - 1)
 
 
 def costs() -> Results:
@@ -203,9 +182,6 @@ def costs() -> Results:
         with torch.no_grad():
             logits = model(texts).logits[:, PROMPT - 1 : -1].float()
         assert torch.equal(index_of_largest(logits.flatten(0, 1)), texts[:, PROMPT:].flatten())
-        for batch in BATCHES:
-            sample(served, batch, 4)
-            show(f"kernels of decoding {batch}", kernels_of(partial(sample, served, batch, 4), 1)[:12])
     result["rows"] = [{"work": name, "outside": ms, "inside": inside[name], "speed": ms / inside[name]}
                       for name, ms in outside.items()]  # fmt: skip
     show(*result["rows"])
@@ -249,21 +225,18 @@ def distances_of(config: LlamaConfig, seed: int) -> dict[str, Any]:
     return found | {"BF16, and its packed folder": (parity(wide, packed, ids).kl, None)}
 
 
-@benchmark(
-    only=("push", "same-bits", "parity"),
-    shapes=sized("0.6b,8b", "0.6b"),
-    layers=sized(0, 1),
-    pushes=sized(10, 2),
-    checked=sized(1000, 3),
-)
+@benchmark(only=("push", "same-bits", "parity"))
 def main(options: Options) -> Results:
     if options.only in (None, "push"):
-        result: dict[str, Any] = {"check": check(options.checked), "shapes": []}
-        show("check", result["check"])
-        for name in options.shapes.split(","):
-            shape = {**HEADS, **SHAPES[name], "tie_word_embeddings": name == "0.6b"}
-            shape["num_hidden_layers"] = options.layers or shape["num_hidden_layers"]
-            result["shapes"].append({"shape": name, **pushes(Qwen3Config(**shape), options.pushes)})
+        result: dict[str, Any] = {"check": check(sized(1000, 3)), "shapes": []}
+        for name in sized(("0.6b", "8b"), ("0.6b",)):
+            shape = {
+                **HEADS,
+                **SHAPES[name],
+                **sized({}, {"num_hidden_layers": 1}),
+                "tie_word_embeddings": name == "0.6b",
+            }
+            result["shapes"].append({"shape": name, **pushes(Qwen3Config(**shape), sized(10, 2))})
             show(name, result["shapes"][-1])
         yield "gpu_rl", result
     if options.only in (None, "same-bits"):

@@ -84,12 +84,9 @@ STUDIES = {
 }
 
 
-def study_of(name: str, steps: int | None) -> Study:
-    """The study with so many steps; a tiny one with `--quick`."""
-    study = STUDIES[name]
-    if QUICK:
-        return tiny(study, width=256, context=128, mlp_width=256)
-    return study._replace(config=study.config.change(steps=steps or study.config.steps))
+def study_of(name: str) -> Study:
+    """The study; a tiny one with `--quick`."""
+    return tiny(STUDIES[name], width=256, context=128, mlp_width=256) if QUICK else STUDIES[name]
 
 
 def tiny(study: Study, **changes: Any) -> Study:
@@ -370,9 +367,9 @@ def seconds_to(target: float, evaluations: list[dict[str, float]]) -> float | No
     return None
 
 
-@benchmark(study=STUDIES, runs="", processes=1, out=Path("runs/bench"), time="", steps=int, merge=Path)
+@benchmark(study=STUDIES, runs="", processes=1, out=Path("runs/bench"), time="", merge=Path)
 def main(options: Options) -> Results:
-    study = study_of(options.study, options.steps)
+    study = study_of(options.study)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.time:
         result = time_steps(options.time.split(","), study.config)

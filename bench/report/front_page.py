@@ -65,10 +65,6 @@ def gpt_speeds(result: Result) -> dict[str, float]:
     return {row["mode"]: 1 / row["milliseconds"] for row in result["step_times"]["steps"]}
 
 
-def if_slower(speeds: Mapping[str, float]) -> str:
-    return ": small layers do not gain" if speeds["rowwise"] < speeds["bf16"] else ""
-
-
 def graphs_speed(generated: Result, batch: int, way: str) -> float:
     """The speed of the decoding steps of a way over those of BF16, both compiled and captured as a CUDA graph."""
     rates = generated[f"graphs {batch}"]["tokens_per_second"]

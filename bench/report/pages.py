@@ -43,7 +43,7 @@ def main() -> None:
         (ROOT / "docs" / f"{name}.md").write_text(page(name, results))
     (ROOT / "bench" / "aims.md").write_text(aims_page(results))
     plots.draw(results, ROOT / "docs" / "performance")
-    performance.write_grids(results, ROOT / "docs" / "performance")
+    performance.write_grids(results, ROOT / "docs" / "performance", plan=plan.whole_runs(results))
     rl = ROOT / "docs" / "rl.md"
     parity = fill(performance.PARITY, names_of(results, performance))
     rl.write_text(with_part(rl.read_text(), "parity", parity.strip()))

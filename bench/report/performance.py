@@ -5,10 +5,11 @@ import statistics
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from bench.gpu.modes import BASE, EAGER, FP8_CACHE, FUSED, HOOKED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
 from bench.report import training
-from bench.report.filler import Result, Row, ratio
+from bench.report.filler import Result, Row, ratio, spread
 from octavo.nn.only_if_faster import SHIPPED
 from octavo.rates.measured import Measurement, Table
 
@@ -95,6 +96,12 @@ def longest_kernels(stack: Result) -> Rows:
 # --- A trained model -------------------------------------------------------------------------------------------
 
 
+def faster_schemes(result: Result) -> list[str]:
+    """The schemes that were faster than BF16 in every pass."""
+    ratios = [{name: row["ratio"] for name, row in rows.items()} for rows in result.get("ms", {}).values()]
+    return [f"`{name}`" for name in result["schemes"] if ratios and all(each.get(name, 0) > 1 for each in ratios)]
+
+
 def timed(result: Result, what: str, scheme: str) -> str:
     """Milliseconds, and the speed over BF16, in bench/gpu/trained.py, which may have ended before its times."""
     row = result.get("ms", {}).get(what, {}).get(scheme)
@@ -149,8 +156,9 @@ def size_ranges() -> Rows:
         yield {"recipe": recipe, "share": share, **figures}
 
 
-def write_grids(results: dict[str, Result], folder: Path) -> None:
-    """Write the grids of docs/performance.md, and runs of docs/vision.md and docs/pretraining.md, as CSV files."""
+def write_grids(results: dict[str, Result], folder: Path, **more: Iterable[Row]) -> None:
+    """Write the grids of docs/performance.md, and rows of other pages, as CSV files."""
+    whole = ({"step": step, **found} for step, found in results["gpu_whole_step"].items() if "modes" in found)
     grids: dict[str, Iterable[Row]] = {
         "linear": ({key: getattr(row, key) for key in ("recipe", "M", "K", "N", "speedup")} for row in layer_sizes()),
         "layer": layer_cells(results["gpu_layer"]["cells"]),
@@ -159,25 +167,37 @@ def write_grids(results: dict[str, Result], folder: Path) -> None:
         "schemes": results["gpu_schemes"]["rows"],
         "classifier": results["vision"]["classifier"],
         "diffusion": results["vision"]["diffusion"],
-        "weight_only": flat(results["gpu_weight_only"]["gemms"]),
-        "int8": flat(results["gpu_int8"]["rows"]),
-        "copies": ({**row, "shape": " x ".join(map(str, row["shape"]))} for row in results["gpu_kernels"]["kernels"]),
+        "weight_only": results["gpu_weight_only"]["gemms"],
+        "int8": results["gpu_int8"]["rows"],
+        "copies": results["gpu_kernels"]["kernels"],
+        "ceilings": results["gpu_ceilings"]["gemm"],
+        "accumulation": results["gpu_ceilings"]["accumulation"],
+        "grouped": ({**row, "shape": row["experts"]} for row in expert_shapes(results["gpu_grouped_rows"]["shapes"])),
+        "grpo": results["cpu_grpo"]["arms"],
+        "whole_steps": ({"step": row["step"], "mode": row.name, **row.value} for row in spread(whole, "modes")),
         "pretraining": training.curves(results),
         "pretraining_runs": training.every_run(results),
         "vision_layers": training.converted_layers(results["gpu_vision"]["shapes"]),
     }
-    for name, found in grids.items():
-        rows = [{key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()} for row in found]
+    for name, found in (grids | more).items():
+        rows = [flat(row) for row in found]
         with (folder / f"{name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 
 
-def flat(rows: list[Result]) -> Rows:
-    """The rows of GEMMs, with the microseconds of each way in a column of its own."""
-    for row in rows:
-        yield {key: value for key, value in {**row, **row["us"]}.items() if key not in ("us", "worst_db")}
+def flat(row: Row) -> dict[str, Any]:
+    """A row of a file: the entries of a dictionary are columns, a list is one cell, and numbers have four digits."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{key}: {name}": each for name, each in flat(value).items()}
+        elif isinstance(value, list):
+            found[key] = ", ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in value)
+        else:
+            found[key] = round(value, 4) if isinstance(value, float) else value
+    return found
 
 
 # --- Experts, serving, schemes ---------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
+from bench.gpu.offload import BASE as HOSTED
+from bench.gpu.offload import KINDS, MODES
 from bench.gpu.plan import AIMS, MODELS, with_plan
 from bench.report.filler import Fields, Result, Row
 from bench.report.performance import expert_shapes
@@ -25,7 +27,6 @@ STACK = {  # modes of gpu_stack.json: recipe, whether Octavo's own blocks, wheth
     "ours plain: tensorwise, compile": ("tensorwise", False, ""),
     "ours plain: rowwise_dw_bf16, compile": ("rowwise_dw_bf16", False, ""),
     "ours plain: blockwise, compile": ("blockwise", False, ""),
-    "ours plain: delayed, compile": ("delayed", False, ""),
 }
 SERVED = [  # results, key, GPU, mode, scheme, batch, context, and the dtypes of keys and values and of attention
     ("gpu_serve", "prefill", "h100", BASE, "bf16", 1, 8192, "bf16", "bf16"),
@@ -175,13 +176,13 @@ def serving_errors(results: dict[str, Result]) -> Rows:
         yield {"gpu": gpu.upper(), "layers": layers, "step": what, **facts}
 
 
-def configurations(results: dict[str, Result]) -> Rows:
+def whole_runs(results: dict[str, Result]) -> Rows:
     """The rows of bench/gpu/plan.py, by the plan as it is now."""
-    for measured in (row for _, result in plan_results(results) for row in result["rows"]):
-        row = Fields(with_plan(measured))
-        row.update(planned=Fields(row["planned"]), machine_before=measured.get("machine"))
-        ms = compared(1e3 * row["planned"]["seconds"], 1e3 * row["seconds"])
-        yield {**row, "ms": ms, "gb": compared(row["planned"]["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9)}
+    for row in (with_plan(row) for _, result in plan_results(results) for row in result["rows"]):
+        case = {key: row[key] for key in ("model", "gpus", "recipe", "checkpointing")}
+        for name in ("seconds", "peak_bytes", "host_seconds"):
+            case |= {f"{name}, planned": row["planned"][name], f"{name}, measured": row.get(name)}
+        yield {**case, "idle_ms": row.get("kernels_ms", {}).get("idle"), "commit": row.get("machine", {}).get("commit")}
 
 
 def largest_batches(results: dict[str, Result]) -> Rows:
@@ -193,12 +194,24 @@ def largest_batches(results: dict[str, Result]) -> Rows:
         yield {"recipe": recipe, "batch": compared(plan.largest_batch, row["largest_batch"]), "gb": peak}
 
 
-def within(result: Result) -> str:
-    """How many rows of a model are within the aims."""
+def host_errors(results: dict[str, Result]) -> Rows:
+    """Whole steps with masters on the host (bench/gpu/offload.py), until the last weight is updated."""
+    for row in results["gpu_offload"]["rows"]:
+        for kind, (settings, _) in KINDS.items():
+            found, config = row[kind], HOSTED.change(**MODES[row["mode"]], **settings)
+            plan = TrainingPlan(make_setup(find_architecture("", config), config, find_gpu("h200"), 1))
+            gb = compared(plan.memory.peak / 1e9, found["peak_bytes"] / 1e9)
+            host = compared(plan.memory.offloaded / 1e9, row["host_bytes"] / 1e9)
+            s = compared(plan.time.total, found["seconds"])
+            yield {**found, "recipe": config.recipe, "kind": kind, "s": s, "gb": gb, "host": host}
+
+
+def largest_errors(result: Result) -> str:
+    """By how much the plan of a model is off, beside the aims."""
     errors = [row["errors"] for row in map(with_plan, result["rows"])]
-    counts = {name: sum(abs(each[name]) <= aim for each in errors) for name, aim in AIMS.items()}
-    parts = [f"{counts[name]} of {len(errors)} within {aim:.0%} of the {name}" for name, aim in AIMS.items()]
-    return f"{' and '.join(parts).replace('%', ' %')}."
+    most = {name: max(abs(each[name]) for each in errors) for name in AIMS}
+    parts = (f"{name} at most {most[name]:.1%} off (aim {aim:.0%})" for name, aim in AIMS.items())
+    return f"{len(errors)} configurations, {' and '.join(parts)}.".replace("%", " %")
 
 
 def plan_results(results: dict[str, Result]) -> Iterator[tuple[str, Result]]:

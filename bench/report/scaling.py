@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
 from bench.report.filler import Result, Row
-from octavo.plan.step_time import NODE, NVLINK, Links, Training
+from octavo.plan.step_time import NODE, Links, Training
+from octavo.rates.measured import find_gpu
 
 Rows = Iterator[Row]
 WORLDS = (64, 256, 1024, 4096)
@@ -15,6 +16,7 @@ LAYERS = 32  # of Llama-3-8B
 CARDS = (400, 100, 25)  # Gb/s of each GPU's network card
 MODES = (BASE, WIDE, OURS, TORCHAO)
 EAGER = "bf16, eager"
+NVLINK = find_gpu("h200").link
 
 
 def runs(results: dict[str, Result], prefix: str = "gpu_fsdp_") -> list[Result]:
@@ -41,20 +43,11 @@ def fsdp(results: dict[str, Result]) -> Rows:
         yield from ({"torchao": modes[TORCHAO]["ratio"], **run, **row} for row in modes.values())
 
 
-def beside_torchtitan(results: dict[str, Result]) -> str:
-    """What compiling and FP8 gain here, beside the published figures: Llama-3.1-8B with FSDP on 8 H100, table 1."""
-    eager, compiled, fp8 = 5762, 6667, 8532  # tokens/s a GPU
-    report = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
-    found = [rows_of(run) for run in runs(results)]
-    in_eager = next(modes for modes in found if EAGER in modes)
-    ours, base = in_eager[OURS]["median"], in_eager[BASE]["median"]
-    slowest = in_eager[EAGER]["median"]
-    ratios = sorted(modes[OURS]["ratio"] for modes in found)
-    return (
-        f"Compiling gains {slowest / base - 1:+.1%} here and FP8 with it {slowest / ours - 1:+.1%}, {ratios[0]:.2f}x "
-        f"to {ratios[-1]:.2f}x of compiled BF16.\n[torchtitan's report]({report}) has {compiled / eager - 1:+.0%}, "
-        f"{fp8 / eager - 1:+.0%} and {fp8 / compiled:.2f}x for torchao on 8 H100."
-    )
+def compiled_gains(results: dict[str, Result]) -> str:
+    """What compiling gains, and FP8 with it, over eager BF16, where that was measured."""
+    modes = next(modes for modes in map(rows_of, runs(results)) if EAGER in modes)
+    base, fp8 = (modes[EAGER]["median"] / modes[mode]["median"] - 1 for mode in (BASE, OURS))
+    return f"{base:+.1%} here and FP8 with it {fp8:+.1%}"
 
 
 def failures(results: dict[str, Result]) -> list[Row]:
@@ -151,6 +144,12 @@ def gradient_bytes(run: Result, row: Result) -> float:
     return float(4 * row["reduced_bytes"] / rows_of(run)[BASE]["reduced_bytes"])
 
 
+def sending(training: Training, gradient: float) -> Training:
+    """The same step with so many bytes a gradient in its reductions."""
+    reduced, root = (size * gradient / training.gradient for size in (training.reduced, training.root_reduced))
+    return replace(training, reduced=reduced, root_reduced=root, gradient=gradient)
+
+
 def links_of(run: Result) -> Links:
     return Links(run.get("bytes_per_second", NVLINK))
 
@@ -162,7 +161,7 @@ def model_errors(results: dict[str, Result]) -> Rows:
         for run in runs(results):
             row, setting = rows_of(run).get(name), run["setting"]
             if row and run not in known:
-                sent = training.sending(gradient_bytes(run, row))
+                sent = sending(training, gradient_bytes(run, row))
                 model = replace(sent, layers=setting["layers"]).step(links_of(run), setting["world"])
                 where = f"{setting['world']} GPUs, {setting['layers']} layers"
                 yield {"where": where, "mode": name, "model": model, "ms": row["median"]}
@@ -178,7 +177,7 @@ def model_errors(results: dict[str, Result]) -> Rows:
 def at_bandwidth(result: Result, mode: str, training: Training, bandwidth: float) -> float:
     """The model's seconds of a mode's step in a network benchmark, at a bandwidth in bytes a second."""
     setting = result["setting"]
-    training = training.sending(2.0 if mode in setting.get("bf16_gradients", ()) else 4.0)
+    training = sending(training, 2.0 if mode in setting.get("bf16_gradients", ()) else 4.0)
     links = Links(bandwidth, shared=setting["transport"] == "socket")  # few channels slow each collective alone
     return replace(training, layers=setting["layers"]).step(links, setting["world"])
 

@@ -67,6 +67,7 @@ LLAMA = "llama-3.1-8b"
         ([LLAMA, "--gpus", "3", "--parallel.tp", "3"], "tp must divide .*; got 3: it can be 1, 2, 4, 8"),
         ([LLAMA, "--gpus", "3", "--parallel.tp", "2"], "must multiply to the number of processes, 3"),
         (["gpt2", "--gpus", "2", "--batch", "3"], "must be a multiple of the 2 that .* have 3: give --batch 4"),
+        (["gpt2", "--gpus", "2", "--optimizer.masters", "host"], "needs one process; got 2: give --gpus 1"),
         (["llama-1b", "--gpus", "16", "--batch", "8"], "multiple of the 16 .* settings have 8: give --batch 16"),
         (["gpt2", "--context", "4096"], "must be at most the 1024 tokens of gpt2; got 4096"),
         (["gpt2", "--gpu", "a100"], "A100 80GB SXM has no FP8 GEMMs, .* give --recipe bf16"),

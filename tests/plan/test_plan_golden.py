@@ -46,6 +46,7 @@ CASES = [
     f"{LLAMA} --gpus 8 --parallel.dp-replicate 8 --parallel.dp-shard 1",
     f"{LLAMA} --gpus 64 --compare network=25,3200",
     f"{LLAMA} --optimizer.offload --compare loss.logits=whole,chunked",
+    f"{LLAMA} --optimizer.masters host --compare clip=0,1 --compare recipe=bf16,rowwise",
     f"{FP8} {FULL} --compare context=4096,8192 --batch 1",
     f"{FP8} --context 8100 --attention.shortest 8000",
     f"{FP8} --gpu l40s",

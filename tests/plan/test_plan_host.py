@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from bench.gpu.plan import with_plan
 from octavo.plan.cases import Case, TrainingPlan
 from octavo.plan.step_time import HOP, NETWORK_HOP, Links, Training
+from octavo.rates.measured import find_gpu
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
 
@@ -40,6 +42,46 @@ def test_the_measured_stack_of_four_blocks_on_one_gpu(mode: str, ms: float) -> N
     """bench/log.md, on the host of an H100: without an optimizer."""
     one, two = (plan("--recipe", mode, "--accumulate", n, gpus=1).time.host for n in ("1", "2"))
     assert 1e3 * (two - one) / 16 == pytest.approx(ms / 4, rel=0.15)
+
+
+# ---- Masters on the host: the passes and AdamW, with the arithmetic written down here.
+
+
+def hosted(*settings: str) -> dict[str, float]:
+    """Seconds by part of a step of so few tokens that its copies take longer than its arithmetic."""
+    words = ("--recipe", "rowwise", "--context", "128", "--batch", "1", "--optimizer.masters", "host", *settings)
+    return Case("llama-3.2-1b", words).training().time.parts
+
+
+def test_a_step_with_masters_on_the_host() -> None:
+    """1,235,814,400 masters and as many gradients, of four bytes each at 47.6 GB/s, and AdamW at 16 x 270 million."""
+    copied, adam = 0.103850, 0.286068
+    alone = sum(hosted()[name] for name in ("linear_layers", "attention", "head", "memory"))
+    assert 0 < alone < copied / 3
+    for settings, passes, update in (
+        ((), 2 * copied, adam),
+        (("--clip", "0"), 2 * copied, adam - copied),
+        (("--accumulate", "4"), 2 * copied + 3 * (alone / 3 + 2 * copied), adam),
+        (("--accumulate", "4", "--clip", "0"), 2 * copied + 3 * (alone / 3 + 2 * copied), adam - 2 * copied),
+    ):
+        found = hosted(*settings)
+        assert found["optimizer"] == pytest.approx(update, rel=1e-4)
+        assert sum(found.values()) == pytest.approx(passes + update, rel=1e-4)
+
+
+def test_the_rates_of_the_host_follow_from_the_measured_steps() -> None:
+    """AdamW is what clipping adds to the passes. A later micro-batch moves eight bytes a parameter beside its backward
+    pass, after a forward pass of 181 ms in BF16 and 129 ms in FP8, by the plan."""
+    rows = json.loads((RESULTS / "gpu_offload.json").read_text())["rows"]
+    adam, copies = [], []
+    for row, forward in zip(rows, (0.181, 0.129), strict=True):
+        passes = {kind: row[kind]["seconds"] - row[kind]["update_seconds"] for kind in ("clipped", "unclipped")}
+        adam.append(row["clipped"]["seconds"] - passes["unclipped"])
+        later = row["accumulated"]["seconds"] - row["accumulated"]["update_seconds"] - passes["clipped"]
+        copies.append(later / 3 - forward)
+    gpu, parameters = find_gpu("h200"), rows[0]["parameters"]
+    assert parameters / mean(adam) == pytest.approx(gpu.host_adam, rel=0.01)
+    assert 8 * parameters / mean(copies) == pytest.approx(gpu.host_copy, rel=0.01)
 
 
 def test_a_setting_that_does_not_fit_is_not_named() -> None:

@@ -135,12 +135,9 @@ def row(mode: str, runs: dict[Key, dict[str, Any]], curve: dict[str, Any], confi
     pairs = [(runs[mode, order], runs["bf16", order]) for order in orders]
     forms = FORMS[1:] if mode == "bf16" else FORMS
     served = {"fp8_to_served_bf16": gap(pairs, "fp8", "fp8", curve, config)} if mode == "rowwise" else {}
-    speed = [(config.steps - run["first"]) * rows_of_step(config) * config.context / run["seconds"] for run, _ in pairs]
     return {
         "orders": orders,
         "converted": pairs[0][0]["converted"],
-        "tokens_per_second": round(statistics.fmean(speed)),
-        "finite": all(math.isfinite(loss) for run, _ in pairs for loss in run["losses"]),
         **{form: gap(pairs, form, "bf16", curve, config) for form in forms},
         **served,
     }

@@ -26,7 +26,7 @@ from octavo.plan.model_shape import Architecture, describe_architecture, positiv
 from octavo.plan.serving import BF16, NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
 from octavo.plan.setup import Setup, chosen_recipe, find_gemms, find_origins, fp8_limit, make_setup, training_limit
 from octavo.plan.step_time import Product, StepTime, block_products, plan_step
-from octavo.rates.measured import find_gpu, fp8_speed, layer_speedup
+from octavo.rates.measured import HOST_CORES, find_gpu, fp8_speed, layer_speedup
 from octavo.train.config import PRESETS, AttentionSettings, Config
 from octavo.train.processes import find_degrees
 from octavo.train.settings import known_vocabulary, load_config, parse, read_settings
@@ -211,6 +211,8 @@ class TrainingPlan:
         setup, products = self.setup, [(each.shape, each.count) for each in self.products]
         found = find_origins(setup.model, setup.gpu, setup.recipe, products)
         found["host"] = "measured with compiled blocks of a Llama on hosts of H200s, which differ by 15 %"
+        if setup.states.offloaded:
+            found["AdamW on the host"] = f"measured with masters on the host of an H200, {HOST_CORES} cores"
         if setup.fp8_attention:
             found["attention"] += ", over the speed of FP8 that was measured on an H200"
         elif setup.config.attention.precision == "fp8":

@@ -90,7 +90,7 @@ def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     # Weights whose BF16 copies are saved: of experts in BF16, and in compiled code of all layers in BF16.
     copied = 0 if setup.fp8_experts else sum(e.weights for e in block.layers if e.copies > 1)
     copied = block.weights if setup.config.compile.blocks and not setup.recipe.quantized else copied
-    casts = BF16 * copied if setup.residual == 4 else 0.0
+    casts = BF16 * copied if setup.residual == 4 and not setup.states.resident else 0.0
     return (block_bytes(setup, block) * setup.tokens + casts + _filled_bytes(setup, block)) / setup.degrees.tp
 
 

@@ -47,9 +47,8 @@ def check_gemms(recipe: Recipe, gpu: Gpu) -> None:
 
 # ---- Bytes of weights, gradients and optimizer states, by the settings of the table `[optimizer]`.
 #
-# FP8 saves no memory of weights by itself: w_q, its transpose and a gradient in the dtype of the GEMMs are 1 + 1 + 2
-# bytes beside the 16 of FP32 weights, gradients, m and v. They are all that the GPU holds when the CPU has the rest.
-# Octavo has neither the transposed copy nor the second gradient: 16 bytes, and one for w_q (`octavo.scales.cast_once`).
+# Some programs have w_q, its transpose and a gradient in BF16, 1 + 1 + 2 bytes, beside the 16 of FP32 weights,
+# gradients, m and v. Octavo has w_q alone beside them (`octavo.scales.cast_once`).
 
 
 FP32, BF16, FP8 = 4.0, 2.0, 1.0
@@ -195,6 +194,8 @@ def _check_degrees(model: Architecture, config: Config, degrees: Degrees) -> Non
             f"batch counts the sequences of all GPUs and must be a multiple of the {degrees.data} that work on others; "
             f"the settings have {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
         )
+    if config.optimizer.masters == "host" and degrees.processes > 1:
+        raise ValueError(f"--optimizer.masters host needs one process; got {degrees.processes}: give --gpus 1")
     sizes = {"the context": config.context, "the width": model.width}
     for block in model.blocks:
         sizes |= {"the query heads": block.attention.heads, "the hidden features of the MLP": block.hidden}

@@ -7,31 +7,29 @@ memory          norms, rotary positions, activations, residual sums and the grad
                 and copies of FSDP2
 recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved. The
                 output of a block's last GEMM is no input of any gradient, and is not computed again
-optimizer       bytes of weights, gradients and moments, read and written once; over the link if they are offloaded
-communication   what FSDP2 and tensor parallelism cannot hide
+optimizer       bytes of weights, gradients and moments, read and written once; on the CPU its parameters a second
+communication   what FSDP2, tensor parallelism and copies to the CPU and from it cannot hide
 waiting         by how much the host's time exceeds all of these, which are the GPU's
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from octavo.numerics.qtensor import ROW, TENSOR
 from octavo.plan.memory import is_fused
 from octavo.plan.model_shape import Block
-from octavo.plan.setup import Setup, attention_seconds
+from octavo.plan.setup import FP32, Setup, attention_seconds
 from octavo.rates.measured import Gpu, Shape, forward_seconds, fp8_speed, linear_seconds, product_seconds
 from octavo.recipe import Recipe
 from octavo.train.processes import unit_size
 
-PCIE = 32e9  # bytes a second and direction between CPU and GPU: 16 lanes of PCIe 4.0
 ADAM_SHARE = 0.7  # of the rate of a copy, that fused AdamW reaches (bench/results/gpu_fsdp_16_layers_2_gpus.json)
 REDUCTION_COPY_SHARE = 0.5  # of the same rate, that FSDP2's copy of gradients into the reduction reaches there
 # How much longer computation takes for each second of NCCL's kernels beside it, which take multiprocessors, memory
 # bandwidth and power; fitted to bench/results/gpu_fsdp_{16,32}_layers_2_gpus.json. With 32 layers the GEMMs of a block
 # take 16.7 ms in BF16 (14.9 alone).
 SLOWED_BF16, SLOWED_FP8 = 1.1, 0.45
-CPU_RATE = 50e9  # bytes a second of AdamW on the CPU, of which a server has many cores: a guess
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,12 @@ def plan_step(setup: Setup, network: float) -> StepTime:
     """The time of an optimizer step; `network`: bytes a second of a GPU's network card, beyond one node."""
     blocks = [(block.count, block_seconds(setup, block)) for block in setup.model.blocks]
     inside = {name: sum(count * each[name] for count, each in blocks) for name in blocks[0][1]}
-    micro, head, optimizer = setup.config.accumulate, head_seconds(setup), optimizer_seconds(setup)
+    micro, head, host = setup.config.accumulate, head_seconds(setup), host_seconds(setup)
     alone = sum(inside.values())
-    whole, host = micro * _with_communication(setup, alone, head, network), host_seconds(setup)
+    if setup.states.resident:
+        whole, optimizer = _with_host(setup, alone + head)
+    else:
+        whole, optimizer = micro * _with_communication(setup, alone, head, network), optimizer_seconds(setup)
     in_order = {"linear_layers": 0.0, "attention": 0.0, "head": head} | inside
     parts = {name: micro * seconds for name, seconds in in_order.items()}
     parts |= {"optimizer": optimizer, "communication": whole - micro * (alone + head)}
@@ -161,10 +162,23 @@ def head_seconds(setup: Setup) -> float:
 def optimizer_seconds(setup: Setup) -> float:
     """AdamW reads and writes weights and moments; with clipping, gradients are read twice and written once."""
     states, ways = setup.states, setup.degrees.dp_shard * setup.degrees.tp
+    if states.offloaded:
+        return setup.model.parameters / ways / setup.gpu.host_adam
     moved = 2 * states.weight + 3 * states.gradient + 2 * states.moments
-    rate = CPU_RATE if states.offloaded else setup.gpu.copy_rate * ADAM_SHARE
     casts = states.copies * 5 * setup.model.block_weights
-    return (moved * setup.model.parameters + casts) / ways / rate
+    return (moved * setup.model.parameters + casts) / ways / (setup.gpu.copy_rate * ADAM_SHARE)
+
+
+def _with_host(setup: Setup, alone: float) -> tuple[float, float]:
+    """Seconds of the passes of a step with masters on the host, whose micro-batches take `alone` each without copies,
+    and of AdamW after them. FP32 weights come in the first forward pass. A backward pass sends FP32 gradients, and gets
+    the sum of those before. Without clipping AdamW runs beside the last backward pass."""
+    copied, more = FP32 * setup.model.parameters / setup.gpu.host_copy, setup.config.accumulate - 1
+    forward, backward = alone / 3, alone * 2 / 3
+    first, later = max(backward, copied), max(backward, 2 * copied)
+    beside = 0.0 if setup.config.clip else later if more else first
+    passes = max(forward, copied) + first + more * (forward + later)
+    return passes, max(0.0, optimizer_seconds(setup) - beside)
 
 
 def _with_communication(setup: Setup, blocks: float, head: float, network: float) -> float:
@@ -191,7 +205,7 @@ def _with_communication(setup: Setup, blocks: float, head: float, network: float
         gradient=setup.sent_gradient,
     )
     if setup.states.offloaded and degrees.data == 1:
-        return training.step(Links(PCIE), 2)
+        return training.step(Links(setup.gpu.host_copy / 2), 2)  # a ring of two brings a rank half of the bytes
     beside = min(blocks, training.hidden(links, degrees.dp_shard))
     slowed = SLOWED_FP8 if setup.recipe.quantized else SLOWED_BF16
     return training.step(links, degrees.data, degrees.dp_shard) + slowed * beside
@@ -370,7 +384,6 @@ def _compiled(setup: Setup) -> float:
 
 NODE = 8  # GPUs of a node
 HOP, NETWORK_HOP = 3.4e-6, 14e-6  # seconds, in a node and between nodes
-NVLINK = 450e9  # bytes a second and direction of an H200 (NVIDIA's data sheet)
 
 
 @dataclass(frozen=True)
@@ -427,11 +440,6 @@ class Training:
         backward = g + (self.layers - 1) * max(b, both) + b + s
         root = links.gather(self.root_gathered, shards) + reduction(self.root_reduced)
         return forward + backward + root + self.rest + self.optimizer / shards
-
-    def sending(self, gradient: float) -> "Training":
-        """The same step with so many bytes a gradient in its reductions."""
-        share = gradient / self.gradient
-        return replace(self, reduced=self.reduced * share, root_reduced=self.root_reduced * share, gradient=gradient)
 
     def hidden(self, links: Links, shards: int) -> float:
         """Seconds of the collectives that can run beside the computation: those of all blocks but one."""

@@ -30,6 +30,7 @@ from octavo.util import plural, reading
 COPY_SHARE = 2996 / 3350  # of the data sheet's bandwidth: a copy on an H100 (bench/results/gpu_ceilings.json)
 SHEET = "data sheet, times the share that an H100 reaches"
 ATTENTION_SHARE = 483 / 989.4  # of the data sheet's BF16 rate: the two kernels in bench/results/gpu_stack.json
+HOST_CORES = 16  # of the host whose rates are below
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Gpu:
     copy: float | None = None  # measured, reads and writes
     attention: float | None = None  # measured, of the products of its forward and backward pass
     measured: str = ""  # the source of what was measured
+    # Of an H200's host, an Intel Xeon with AMX. Both are fitted to bench/results/gpu_offload.json.
+    host_copy: float = 47.6e9  # a direction between CPU and GPU
+    host_adam: float = HOST_CORES * 270e6  # parameters a second that AdamW updates; each takes 28 bytes
 
     @property
     def copy_rate(self) -> float:
