@@ -278,7 +278,7 @@ def test_files_are_chapters():
 
 
 # Lines of Python. They only fall, to 45,000 of src and of tests: a feature pays by removing.
-BUDGETS = {"src": 0, "tests": 0, "bench": 0}
+BUDGETS = {"src": 49_463, "tests": 49_051, "bench": 9_589}
 
 
 @pytest.mark.parametrize("folder", BUDGETS)
