@@ -2,8 +2,8 @@
 
 Eight layers of Llama-3-8B's shape and a head of 128,256; 4 x 1,024 random tokens; r = 16, adapters in BF16. A step is
 forward, loss, backward and AdamW of the adapters. "body" leaves out the head, the loss and AdamW: its gradient is
-random. "fused loss" computes the loss as `octavo.convert(model, fuse_loss=True)` does. Each decoder layer is compiled
-by itself. The modes take turns; a peak is that of a step, weights included.
+random. "fused loss" computes the loss as `octavo.convert(model, fuse_loss=True)` does, and "head rowwise" with its head
+in FP8. Each decoder layer is compiled by itself. The modes take turns; a peak is that of a step, weights included.
 
 First come the gradients of all A and B on a small model, in decibels against float64: of the weights themselves
 ("bf16"), and of the weights that eight bits hold (the others).
@@ -38,8 +38,8 @@ from octavo.ops import quantize
 SHAPE = sized(replace(LLAMA, layers=8, context=4096), SMALL)
 BATCH, TOKENS, RANK = 4, sized(1024, 32), 16
 BASE, CONVERTED, PACKED = "bf16 + PEFT", "octavo converted + PEFT", "octavo packed + PEFT"
-FUSED_LOSS = ", fused loss"
-MODES = (BASE, BASE + FUSED_LOSS, CONVERTED + FUSED_LOSS, PACKED + FUSED_LOSS)
+FUSED_LOSS, FP8_HEAD = ", fused loss", ", head rowwise"
+MODES = (BASE, BASE + FUSED_LOSS, CONVERTED + FUSED_LOSS, PACKED + FUSED_LOSS, PACKED + FUSED_LOSS + FP8_HEAD)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NAME = ".lora_{}.default.weight"
 
@@ -54,7 +54,7 @@ def build(mode: str, shape: LlamaConfig, scope: ExitStack) -> Any:
         model = build_fp8(model, DEVICE)
         fuse(model)
     if FUSED_LOSS in mode:
-        join_loss(*find_loss(model), "bf16")
+        join_loss(*find_loss(model), "rowwise" if mode.endswith(FP8_HEAD) else "bf16")
     model = in_adapters(model, config if mode.startswith(BASE) else support(config))
     if mode.startswith(CONVERTED):
         scope.enter_context(octavo.scales.cast_once(model))
@@ -110,7 +110,8 @@ def exact_gradients(mode: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = build_bf16(SMALL, DEVICE)
     for name, module in model.named_modules():
-        if not mode.startswith(BASE) and name.endswith(tuple(TARGETS)):
+        head = name == "lm_head" and mode.endswith(FP8_HEAD)
+        if head or (not mode.startswith(BASE) and name.endswith(tuple(TARGETS))):
             module.weight.data = quantize(module.weight.data, CHANNEL.weight).dequantize()
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS)
     adapted = in_adapters(model, config)

@@ -22,7 +22,7 @@ from bench import record
 from bench.gpu import harness, llama
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Fused, Plain
-from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
+from bench.gpu.modes import BASE, FUSED, FUSED_ATTENTION, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.peers import use_torchao
 from bench.gpu.ranks import kind_of
 from octavo.models.llama import LlamaConfig
@@ -34,6 +34,7 @@ MODES: dict[str, Mode] = {
     "bf16, eager": (Plain, None, "", False),
     BASE: (Plain, None, "", True),
     FUSED: (Fused, octavo.convert, "rowwise", True),
+    FUSED_ATTENTION: (Fused, partial(octavo.convert, attention="fp8"), "rowwise", True),
     FUSED_EAGER: (Fused, octavo.convert, "rowwise", False),
     PLAIN: (Plain, octavo.convert, "rowwise", True),
     "ours plain: rowwise, eager": (Plain, octavo.convert, "rowwise", False),
@@ -110,7 +111,9 @@ def keep(runners: dict[str, Runner]) -> dict[str, Any]:
 
 @benchmark()
 def main(_: Options) -> Results:
-    modes = [name for name in MODES if not name.startswith("torchao") or record.installed("torchao")]
+    needs = {"torchao": "torchao", FUSED_ATTENTION: "nvidia-cudnn-frontend"}
+    missing = tuple(start for start, package in needs.items() if not record.installed(package))
+    modes = [name for name in MODES if not name.startswith(missing)]
     runners, peaks = harness.built({name: partial(Runner, name) for name in modes})
     checks = check(runners)
     steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}

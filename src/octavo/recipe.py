@@ -227,6 +227,13 @@ class Recipe:
         return w if w is not None and w.history is None and w.rounding == "nearest" else None
 
     @property
+    def reads_bytes(self) -> bool:
+        """True if the GEMMs read no numbers of w, but bytes and scales that are the same at each call."""
+        backward = self.dx is not None or self.exact_backward
+        once = self.y is not None and backward and not self.reads_w_twice and "dx" not in self.rotate
+        return once and self.repeatable_w is not None and self.repeatable_w.scale != "e4m3"
+
+    @property
     def scales_by_history(self) -> bool:
         """True if the scales of x and w come from histories of these tensors."""
         return all(cast is not None and cast.history is not None for cast in (self.x, self.w))

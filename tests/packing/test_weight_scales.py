@@ -29,6 +29,7 @@ from octavo.ops import quantize
 from octavo.packing import PackReport, pack, scale_search
 from octavo.recipe import delayed
 from octavo.scales import update_scales
+from octavo.train.optimizer import first_state
 from octavo.train.saving import TrainState, load_checkpoint
 
 CONFIGS: dict[str, Any] = {
@@ -48,6 +49,7 @@ def build(name: str) -> Any:
 
 def state_of(model: nn.Module) -> TrainState:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer.state.update({p: first_state(optimizer, p) for p in model.parameters()})
     return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"), "data")
 
 

@@ -16,7 +16,6 @@ from octavo.plan.model_shape import Architecture, Attention, Block
 from octavo.rates.measured import Gpu, Shape, product_origin
 from octavo.recipe import Recipe, get_recipe
 from octavo.train.config import Config, OptimizerSettings
-from octavo.train.host_masters import reads_bytes
 from octavo.train.processes import Degrees, find_degrees
 
 # ---- The GEMMs that a recipe runs on the GPU of a plan, by the table that decides on a machine too.
@@ -87,7 +86,7 @@ def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) 
     gradient = optimizer.weight_bytes if accumulate == 1 else FP32
     copies = FP8 if recipe.repeatable_w is not None else 0.0  # of `octavo.scales.cast_once`
     if host := optimizer.masters == "host":
-        copies = FP8 if reads_bytes(recipe) else FP32 if recipe.quantized else BF16
+        copies = FP8 if recipe.reads_bytes else FP32 if recipe.quantized else BF16
     return States(optimizer.weight_bytes, gradient, optimizer.moment_bytes, copies, optimizer.on_host, resident=host)
 
 

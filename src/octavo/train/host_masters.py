@@ -113,8 +113,9 @@ class HostMasters:
         for name, p in self.model.named_parameters(remove_duplicate=False):
             path, _, last = name.rpartition(".")
             places[p].append((self.model.get_submodule(path), last))
-        for cache, layers, cast in cached_stacks(self.model):
-            if all(reads_bytes(layer.recipe) and len(places[layer.weight]) == 1 for layer in layers):
+        stacks: Any = cached_stacks(self.model)
+        for cache, layers, cast in stacks:
+            if all(layer.recipe.reads_bytes and len(places[layer.weight]) == 1 for layer in layers):
                 self._hold_bytes(cache, layers, cast)
                 for layer in layers:
                     del places[layer.weight]
@@ -277,10 +278,3 @@ def _update(step: Tensor, factor: Tensor | None, options: Any, p: Tensor, g: Ten
     if factor is not None:
         g.mul_(factor)
     torch._fused_adamw_([p], [g], [m], [v], [], [step], **options)
-
-
-def reads_bytes(recipe: Any) -> bool:
-    """True if the GEMMs of a linear layer read no numbers of its weight but bytes and scales, which are repeatable."""
-    w, backward = recipe.repeatable_w, recipe.dx is not None or recipe.exact_backward
-    once = recipe.y is not None and backward and not recipe.reads_w_twice and "dx" not in recipe.rotate
-    return once and w is not None and w.scale != "e4m3"
