@@ -43,7 +43,7 @@ def sentences(count: int) -> list[str]:
     return found[:: max(len(found) // count, 1)][:count]
 
 
-def measure(folder: Path, texts: list[str], out: Path) -> dict[str, Any]:
+def measure(folder: Path, texts: list[str], schemes: list[str], out: Path) -> dict[str, Any]:
     """The figures of each scheme, and those of the model in BF16."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batches = [tokenizer(texts[i : i + 16], return_tensors="pt", padding=True) for i in range(0, len(texts), 16)]
@@ -51,7 +51,7 @@ def measure(folder: Path, texts: list[str], out: Path) -> dict[str, Any]:
     calibrated = calibrated_on_topics(folder, out)
     wide = AutoModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
     rows = {"bf16": compare(embed(wide, batches), exact) | {"bytes_to_bf16": 1.0}}
-    for scheme in SCHEMES:
+    for scheme in schemes:
         size = packed_by(scheme, folder, out / scheme, calibrated)
         rows[scheme] = compare(embed(octavo.load(out / scheme), batches), exact) | {"bytes_to_bf16": size}
         show(scheme, rows[scheme])
@@ -104,11 +104,11 @@ def similarities(embeddings: Tensor) -> Tensor:
     return (unit @ unit.T).fill_diagonal_(-1)
 
 
-@benchmark()
-def main(_: Options) -> Results:
+@benchmark(sentences=sized(500, 8), schemes=",".join(SCHEMES))
+def main(options: Options) -> Results:
     spec = find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise SystemExit(f"{PACKAGE} is not installed: run make test once, which installs it")
-    folder, texts = Path(spec.origin).parent / "model", sentences(sized(500, 8))
+    folder, texts = Path(spec.origin).parent / "model", sentences(options.sentences)
     with TemporaryDirectory() as name:
-        yield "embeddings", measure(folder, texts, Path(name))
+        yield "embeddings", measure(folder, texts, options.schemes.split(","), Path(name))

@@ -9,7 +9,8 @@ written when it is done.
 
 The section `rows` needs no folder, and takes two minutes: the first token of one prompt, and of many.
 
-    python -m bench.gpu.generate [--layers 32] [--only "decode 1,prompt"] [--folder FOLDER]
+    python -m bench.gpu.generate [--layers 32] [--batches 1,16,64] [--rounds 3] [--only "decode 1,prompt"]
+                                [--folder FOLDER]
 
 --only keeps the other sections of the result. --folder is where the models lie; they are made if they are not there.
 """
@@ -234,8 +235,8 @@ class Bench:
         ways = [way for way in self.ways() if way.name in (OCTAVO, FP8_CACHE, EAGER)]
         return self.measure(ways, Grid([1], PROMPTS, 1, sized(10, 1)))
 
-    def decode(self, batch: int) -> list[Result]:
-        return self.measure(self.ways(), Grid([batch], [PROMPT], TOKENS, sized(3, 1)))
+    def decode(self, batch: int, rounds: int) -> list[Result]:
+        return self.measure(self.ways(), Grid([batch], [PROMPT], TOKENS, sized(rounds, 1)))
 
     def measure(self, ways: Sequence[Way], grid: Grid) -> list[Result]:
         return [row for cell in grid.cells for row in measure_cell(ways, cell, grid, self.shape.vocabulary)]
@@ -290,12 +291,13 @@ def rows(shape: LlamaConfig) -> Result:
     return result
 
 
-@benchmark(layers=llama.CONFIG.layers, only="", folder=Path)
+@benchmark(layers=llama.CONFIG.layers, batches=sized("1,16,64", "1,2"), rounds=3, only="", folder=Path)
 def main(options: Options) -> Results:
     bench = Bench(replace(llama.CONFIG, layers=options.layers), options.folder or folder_of(options.layers))
+    batches = [int(batch) for batch in options.batches.split(",")]
     named: dict[str, Callable[[], Any]] = {"prompt": bench.prompt}
-    for name, section in (("decode", bench.decode), ("graphs", bench.graphs)):
-        named |= {f"{name} {batch}": partial(section, batch) for batch in sized((1, 16, 64), (1, 2))}
+    named |= {f"decode {batch}": partial(bench.decode, batch, options.rounds) for batch in batches}
+    named |= {f"graphs {batch}": partial(bench.graphs, batch) for batch in batches}
     named["rows"] = bench.rows
     chosen = options.only.split(",") if options.only else list(named)
     if unknown := [name for name in chosen if name not in named]:
