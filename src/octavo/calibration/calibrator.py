@@ -229,9 +229,6 @@ def _continuing() -> Iterator[None]:
         raise WriteError(f"{error}. The same command continues with the part of the work that it was in") from error
 
 
-# ---- From a BF16 model and text to the statistics of every tensor that would be quantized.
-
-
 def calibrate(
     model: str | Path,
     data: Sequence[str],

@@ -255,7 +255,6 @@ def _read_header(path: Path) -> tuple[dict[str, tuple[int, Tensor]], bool]:
 
 
 def _indexed(folder: Path, stem: str) -> dict[str, Path]:
-    """The file of each tensor, as the index of the folder has it."""
     index = folder / f"{stem}{INDEX_SUFFIX}"
     if not index.is_file():
         pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
@@ -410,9 +409,6 @@ class Checksums:
                         "Copy the file again, make it again, or take an earlier checkpoint"
                     )
         return read
-
-
-# ---- Checks of the numbers in tensors, on the device of the tensors.
 
 
 def is_finite(tensor: Tensor) -> Tensor:

@@ -122,9 +122,6 @@ def _describe(content: bytes) -> str:
         return "another program"  # it has only just taken the lock
 
 
-# ---- A folder that appears whole or not at all.
-
-
 class WriteError(RuntimeError):
     """A folder could not be written. Whatever existed there before is unchanged."""
 
@@ -266,7 +263,6 @@ def copy_description(source: Path, target: Path) -> None:
 
 
 def _modules(source: Path) -> Iterator[str]:
-    """The folders of the modules that follow the model."""
     listed = source / MODULES
     if not listed.is_file():
         return

@@ -112,9 +112,6 @@ def decode(
             return
 
 
-# ---- Generation with one model.
-
-
 AUTO = "auto"
 SESSIONS = 4  # at most; the one unused for the longest time goes first
 

@@ -229,7 +229,6 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
 
 
 def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, Scheme]:
-    """The packed linear layers of the model that run in eight bits, with their schemes."""
     linears = {name: m for name, m in meta_model.model.named_modules() if isinstance(m, nn.Linear)}
     schemes = {name: packing.schemes.get(meta_model.file_name(name)) for name in linears}
     wide = meta_model.kept_wide(linears)

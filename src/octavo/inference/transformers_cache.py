@@ -290,9 +290,6 @@ def left_padding(
     return torch.where(wrong, -1, first).int().view(-1, 1, 1, 1)
 
 
-# ---- The forward pass of a model of transformers over a cache of fixed size. Importing this imports transformers.
-
-
 class TransformersForward:
     """A causal language model of transformers with a cache; an UnservedError if the cache does not serve it."""
 

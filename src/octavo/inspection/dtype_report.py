@@ -136,9 +136,6 @@ def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: b
     return "product of activations", "no weight takes part: convert leaves it alone"
 
 
-# ---- The tables of a report of dtypes, as rows of text.
-
-
 _SILENT = ("cast", "copy")  # kinds without arithmetic
 
 
@@ -205,9 +202,6 @@ def _by_dtype(rows: Sequence[Row]) -> str:
     if casts := sum(each.kind == "cast" for each in operations):
         parts.append(plural(casts, "cast"))
     return ", ".join(parts)
-
-
-# ---- The report of a trace: the operations, totals, and tables in which repeated modules are one row.
 
 
 @dataclass(frozen=True)
@@ -279,9 +273,6 @@ class DtypeFlow:
     def __repr__(self) -> str:
         tables = [str(table) for table in self.tables() if table.rows]
         return "\n\n".join([f"{self.model}, autocast {self.autocast}", *tables, *self.remarks])
-
-
-# ---- Tracing a model: one forward and backward pass on fake tensors, under the autocast of a GPU.
 
 
 _AUTOCAST = (torch.bfloat16, torch.float16, None)

@@ -370,7 +370,6 @@ def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[s
 
 
 def _opening(name: str, architecture: str, layout: str, schemes: Sequence[str]) -> list[str]:
-    """The ways to open the folder."""
     writes = names_language_model(architecture)
     shell = [f'octavo generate {name} --prompt "Once"'] if writes else []
     if writes and not any(scheme.startswith("group") for scheme in schemes):  # float32 groups are not for vLLM

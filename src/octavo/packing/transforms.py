@@ -116,9 +116,6 @@ def smoothing_factors(x_amax: Tensor, w_amax: Tensor, alpha: float) -> Tensor:
     return torch.where((x_amax > 0) & (w_amax > 0), log2.round().exp2(), torch.ones_like(log2)).float()
 
 
-# ---- From a model to one that computes the same and quantizes better: outliers are folded into the weights.
-
-
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -214,7 +211,6 @@ class FoldJob:
         self.smoothed[pair.writer] = (float(factors.min()), float(factors.max()))
 
     def _on_outputs(self, module: str, step: Step) -> None:
-        """Add a step to the outputs of a module's weight, and of its bias if it has one."""
         for name in (f"{module}.weight", f"{module}.bias"):
             if name in self.source.specs:
                 self.changes[name].outputs.append(step)
