@@ -10,6 +10,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,14 @@ from tiny_models import Folders, folder_maker, make_model
 from torch import Tensor
 from verify_examples import change_config, change_json, change_tensors
 
+from octavo.checkpoint.layouts import Packing, get_layout, quantization_config
+from octavo.checkpoint.scheme import get_scheme
+from octavo.packing.options import PackOptions, StaticScales
+from octavo.packing.packer import WeightScales
 from octavo.verification import verifier as pipeline
 from octavo.verification import verify
+from octavo.verification.checks import judge_alone
+from octavo.verification.layer_spec import read_specs
 
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
 Q, K, V, OUT = (f"{ATTENTION}.{leaf}_proj" for leaf in "qkvo")
@@ -120,6 +127,15 @@ def coded(name: str, change: Callable[[Tensor], Tensor], step: int = 1) -> Damag
         return weight
 
     return replaced(f"{name}.weight", function)
+
+
+def in_first_row(change: Callable[[Tensor], Tensor]) -> Damage:
+    def function(weight: Tensor) -> Tensor:
+        codes = weight.view(torch.uint8)[0]
+        codes.copy_(change(codes))
+        return weight
+
+    return replaced(DOWN + W, function)
 
 
 def swapped(*names: tuple[str, str]) -> Damage:
@@ -249,6 +265,7 @@ def written_twice(folder: Path, model: Path) -> None:
 
 
 W, SCALE = ".weight", ".weight_scale"
+UNFIT = "1 of 256 scales do not fit their bytes"
 BAD_FILE, MISSING = "is truncated or not a safetensors file", "is missing, and the model needs it"
 # What fails -> the folder, the damage, the kind of finding, what it is about, and what its message says.
 FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
@@ -312,6 +329,14 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "truncated": ("channel", cast_again(Q, truncated), "weights", Q + W, "scales are not"),
     "a checkpoint with 1 % of noise": ("channel", cast_again(Q, noisy(0.01)), "weights", Q + W, "bytes are not"),
     "a checkpoint with 10 % of noise": ("channel", cast_again(Q, noisy(0.1)), "weights", Q + W, "bytes are not"),
+    # without MODEL
+    "a row is zero": ("channel", in_first_row(Tensor.zero_), "weights", DOWN + W, UNFIT),
+    "the largest byte of a row": (
+        "channel", in_first_row(lambda codes: codes - 8 * (codes & 127 == 126)), "weights", DOWN + W, UNFIT,
+    ),
+    "a row's scale x 2^-9": ("channel", times(DOWN + SCALE, 2.0**-9, 5), "weights", DOWN + W, UNFIT),
+    "a row's scale x 2^9": ("channel", times(DOWN + SCALE, 2.0**9, 5), "weights", DOWN + W, "255 of 256 scales do not"),
+    "a block of MX is zero": ("mx", in_first_row(Tensor.zero_), "weights", DOWN + W, "8 of 2048 scales do not fit"),
     # stored scales
     "k_scale x 1.3": ("static", times(f"{ATTENTION}.k_scale", 1.3), "scale", f"{ATTENTION}.k_scale", "the calibration"),
     "v_scale x 10": ("static", times(f"{ATTENTION}.v_scale", 10), "scale", f"{ATTENTION}.v_scale", "calibration gives"),
@@ -474,7 +499,7 @@ def test_each_fault_is_found_and_named(models: Models, name: str, tmp_path: Path
     folder, model, calibration = models(made)
     bad = shutil.copytree(folder, tmp_path / "bad")
     damage(bad, model)
-    report = verify(bad, model, calibration=calibration)
+    report = verify(bad) if " scales do not" in message else verify(bad, model, calibration=calibration)
     if not kind:  # a setting that some programs take: reported
         assert any(message in remark for remark in report.remarks), report.remarks
         return
@@ -489,6 +514,30 @@ def test_the_folders_are_right_before(models: Models, kind: str) -> None:
     folder, model, calibration = models(kind)
     report = verify(folder, model, calibration=calibration)
     assert (report.findings, report.remarks) == ([], [])
+    assert verify(folder).findings == []
+
+
+@pytest.mark.parametrize("name", ["channel", "int8", "block", "group64", "mx"])
+@pytest.mark.parametrize("options", [{"weights": "mse"}, {"pow2": True}, {"weights": "mse", "pow2": True}, {}])
+def test_rows_of_any_size_fit_their_scales(name: str, options: dict[str, Any]) -> None:
+    w, scheme = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)), get_scheme(name)
+    w[1], w[2], w[3], w[:, 64:128] = 0, w[2] / 300, w[3] * 200, 0
+    layers: Any = SimpleNamespace(schemes={"": scheme}, static=StaticScales())
+    source: Any = SimpleNamespace(recipe="")
+    q = WeightScales(source, layers, PackOptions(share=False, **options)).quantize("", w.bfloat16())
+    packing = Packing(get_layout("compressed-tensors"), {"a": scheme})
+    spec: Any = read_specs(quantization_config(packing, ["a"]), ["a"])[0]["a"]
+    for data, right in ((q.data, True), (torch.zeros_like(q.data), False)):
+        assert (judge_alone(data, scheme.stored_scale(q), spec, not options) == "") == right
+
+
+def test_checksums_that_another_program_left_behind(models: Models, tmp_path: Path) -> None:
+    bad = shutil.copytree(models("channel")[0], tmp_path / "bad")
+    tensors = load_file(bad / SINGLE)
+    tensors[NORM][4] = 1.5
+    save_file(tensors, bad / SINGLE)
+    (remark,) = (remark for remark in verify(bad).remarks if "checksum" in remark)
+    assert remark.startswith(f"{NORM} (1 such tensors) is not what Octavo wrote")
 
 
 class Evil:

@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import Folders, make_model
-from verify_examples import change_config, run_verify
+from torch import Tensor
+from verify_examples import change_config, change_tensors, run_verify
 
 from octavo.inference import packed_linear as gemm_path
 from octavo.inference.opening import load_packed
 from octavo.inference.packed_linear import PackedLinear
 from octavo.packing import convert_layout, pack
 from octavo.verification import readers
+from octavo.verification import verifier as pipeline
 from octavo.verification.readers import (
     BF16,
     BF16_LOOSE,
@@ -146,6 +149,56 @@ def test_few_tokens_of_a_mixture_may_take_another_expert(tmp_path: Path) -> None
         actual = factor * y
         actual[0, :tokens] = y[0, :tokens] + 0.5 * y[1, :tokens]
         assert (probe.judge("x", "1", actual, probe.bf16_factors, "").outcome == "agrees") == right
+
+
+def damage_expert(fault: str, data: Tensor, scale: Tensor) -> None:
+    """Misread expert 3 of the bytes [E, 2F, K] and scales of a stack, gate above up."""
+    if fault == "a zero":
+        data[3, : data.shape[1] // 2] = 0
+    elif fault == "gate and up":
+        data[3], scale[3] = data[3].roll(data.shape[1] // 2, 0), scale[3].roll(scale.shape[1] // 2, 0)
+    elif fault == "scales":
+        scale[3] = scale[2]
+    elif fault:
+        data[3] = data[2]
+
+
+def differ(tensors: dict[str, Tensor]) -> None:
+    """The experts differ in size, and the router gives expert 3 no token."""
+    tensors["model.layers.0.block_sparse_moe.gate.weight"][3] = 0
+    for e in range(16):
+        tensors[f"model.layers.0.block_sparse_moe.experts.{e}.w1.weight"] *= 1 + e / 4
+
+
+@pytest.mark.parametrize("scheme", ["channel", "tensor", "block", "mx", "group64", "weight"])
+def test_a_reader_that_misreads_an_expert_that_no_token_reaches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16, "num_hidden_layers": 1}
+    change_tensors(make_model(tmp_path / "model", "mixtral", **sizes), differ)
+    layout = "fp8" if scheme == "block" else "compressed-tensors"
+    pack(tmp_path / "model", tmp_path / "out", scheme=scheme, layout=layout, experts=True)
+    fill, fault = readers.fill, ""
+
+    def misread(*arguments: Any) -> Any:
+        model, scales = fill(*arguments)
+        stack = model.model.layers[0].mlp.experts.gate_up_proj
+        damage_expert(fault, *(t.view(torch.uint8) for t in (stack.weight, stack.weight_scale)))
+        return model, scales
+
+    def open_with_each(probe: Probe, device: str) -> Iterator[ReaderResult]:
+        nonlocal fault
+        if scheme not in ("mx", "group64"):  # transformers does not open experts in these
+            yield readers.open_with_transformers(probe, "5", device)
+        for fault in ("", "a zero", "gate and up", "scales", "bytes"):
+            yield replace(readers.open_with_octavo(probe, "1", device), name=fault)
+
+    monkeypatch.setattr(readers, "fill", misread)
+    monkeypatch.setattr(pipeline, "try_readers", open_with_each)
+    *right, zero, swapped, scales, data = verify(tmp_path / "out").readers
+    assert {result.outcome for result in right} == {"agrees"}
+    assert {result.outcome for result in (zero, swapped, scales, data)} == {"disagrees"}
+    assert all(each.note.startswith("expert 3 of model.layers.0.mlp.experts") for each in (zero, swapped, scales, data))
 
 
 def test_what_a_reader_is_not_given() -> None:

@@ -12,6 +12,7 @@ times the larger, since rounding decides between two experts that score almost t
 scale is at about 1. Another expert changes a token by a tenth to a half of its size. Where few tokens of a mixture take
 one, the reader may have some and the two references none. So a mixture that is farther away, but not beyond
 sqrt(8 / T) / 2 (eight of T tokens, half wrong), is judged by the median over the tokens: 2 times the larger median.
+And every expert computes the same four random tokens, reached by the router or not; its y is judged by itself.
 
 transformers with compressed-tensors rounds inputs of two dimensions with one scale, where the scheme says one a token,
 so it has a reference that does the same (`round_input_by_compressed_tensors`). It widens packed experts and rounds none
@@ -24,9 +25,9 @@ cache. It gives log-probabilities, not logits, and both distances are of log-pro
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from octavo.inference.opening import fill
 from octavo.inference.packed_linear import PackedLinear
 from octavo.util import installed, open_config, open_local, plural
 from octavo.verification.layer_spec import LayerSpec, distance
+from octavo.verification.streamed_model import expert_outputs
 from octavo.version import __version__
 
 Factors = tuple[float, float]  # of the distances of `unrounded` and `bf16`; the larger product is allowed
@@ -87,6 +89,7 @@ class Probe:
     emulated: Tensor  # with inputs rounded as transformers with compressed-tensors rounds them
     unrounded: Tensor  # with inputs that are not rounded
     bf16: Tensor  # with BF16 between the layers
+    experts: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # `expert_outputs` of all but `emulated`
 
     def tolerance(self, factors: Factors, measure: Callable[[Tensor, Tensor], float] = distance) -> float:
         """The largest distance of a right reader from the reference."""
@@ -110,6 +113,21 @@ class Probe:
             note += ", by the median of the tokens, since few took another expert"
         outcome = "agrees" if off <= allowed else "disagrees"  # NaN disagrees
         return ReaderResult(name, version, outcome, note, off, allowed)
+
+    def judge_experts(self, result: ReaderResult, model: Any) -> ReaderResult:
+        """`result` of a reader's `model`, or the first of its experts that disagrees."""
+        if result.outcome != "agrees":
+            return result
+        # The limits of BF16: transformers keeps experts that are not packed in it, where all else is in float32.
+        found = expert_outputs(model, {name: (len(y), y.shape[-1]) for name, (y, *_) in self.experts.items()})
+        for name, references in self.experts.items():
+            for e, (actual, *each) in enumerate(zip(found[name], *references, strict=True)):
+                probe = replace(self, **dict(zip(("reference", "unrounded", "bf16"), each, strict=True)))
+                note = f"expert {e} of {name}, {result.note}"
+                expert = probe.judge(result.name, result.version, actual, self.bf16_factors, note)
+                if expert.outcome == "disagrees":
+                    return expert
+        return result
 
 
 def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
@@ -174,7 +192,8 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
     if compressed:
         note += f", compressed-tensors {installed('compressed-tensors')}"
         probe = replace(probe, reference=probe.unrounded if widens else probe.emulated)
-    return probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
+    result = probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
+    return probe.judge_experts(result, model)
 
 
 def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
@@ -185,7 +204,8 @@ def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
         actual = model_outputs(model, probe.inputs.to(device), probe.logits)
     weight_only = sum(isinstance(layer, PackedLinear) and layer.input_cast is None for layer in model.modules())
     path = f", {plural(weight_only, 'layer')} weight-only" if weight_only else ""
-    return probe.judge("octavo", version, actual, probe.bf16_factors, f"in BF16, on {device}{path}")
+    result = probe.judge("octavo", version, actual, probe.bf16_factors, f"in BF16, on {device}{path}")
+    return probe.judge_experts(result, model)
 
 
 def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:

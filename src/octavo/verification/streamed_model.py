@@ -4,7 +4,7 @@ Memory holds embeddings, norms and one layer's weight, whatever the size of the 
 bytes of a packed folder, and the INT8 baseline, which differ only in what a linear layer computes.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class StreamedModel:
         model.config.use_cache = False
         self.compute, self.device, self.logits = compute, torch.device(device), predicts_tokens(model)
         self._make_cache = make_cache
+        self.experts: dict[str, tuple[int, int]] = {}  # of each module of them: how many, and the width of their inputs
         tied = tied_names(model)
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
@@ -76,12 +77,13 @@ class StreamedModel:
                 layer = StreamedLinear(meta_model.file_name(name), module, lambda layer, x: self.compute(layer, x))
                 model.set_submodule(name, layer)
         for name, matrices in experts.items():
-            act: Any = model.get_submodule(name).act_fn
-            model.set_submodule(name, StreamedExperts(matrices, act, lambda layer, x: self.compute(layer, x)))
+            mixture: Any = model.get_submodule(name)
+            self.experts[name] = len(matrices), mixture.gate_up_proj.shape[-1]
+            model.set_submodule(name, StreamedExperts(matrices, mixture.act_fn, lambda *given: self.compute(*given)))
         metas = model_tensors(model)
         found = {name: [each for each in tied.get(name, [name]) if each in stored] for name in metas}
         tensors = {name: get(names[0]).to(metas[name].dtype) for name, names in found.items() if names}
-        self._model = fill_model(meta_model, tensors).to(self.device).eval()
+        self.model = fill_model(meta_model, tensors).to(self.device).eval()
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ class StreamedModel:
         cache = {} if self._make_cache is None else {cache_argument(): self._make_cache()}
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            return model_outputs(self._model, inputs.to(self.device), self.logits, **cache)
+            return model_outputs(self.model, inputs.to(self.device), self.logits, **cache)
 
 
 def required_by(meta_model: MetaModel) -> Required:
@@ -123,3 +125,16 @@ class StreamedExperts(nn.Module):
                 y = self._compute(names.down, self._act(gate) * up).to(x.dtype)
                 out.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(x.dtype))
         return out
+
+
+@torch.inference_mode()
+def expert_outputs(model: Any, experts: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    """What every expert computes for the same four random tokens, whatever the router would choose: y float32 [E, 4, K]
+    on the CPU, of each module of `experts` (`StreamedModel.experts`) in `model`."""
+    found, device = {}, next(model.parameters()).device
+    for name, (count, k) in experts.items():
+        tokens = torch.randn(4, k, generator=torch.Generator().manual_seed(0)).bfloat16().to(device, model.dtype)
+        index = torch.arange(count, device=device).repeat_interleave(4).unsqueeze(1)  # [E * 4, 1]
+        y = model.get_submodule(name)(tokens.repeat(count, 1), index, torch.ones_like(index, dtype=tokens.dtype))
+        found[name] = y.float().cpu().view(count, 4, k)
+    return found
