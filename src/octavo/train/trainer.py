@@ -181,7 +181,8 @@ class Trainer:
         return loss, norm
 
     def passes(self, step: int, *, update: bool = False) -> Tensor:
-        """The passes after `step` steps, which an `update` follows: the mean loss of this rank's sequences, 0-dim."""
+        """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim. `update`:
+        the optimizer takes the gradients next."""
         config, state, sampled = self.config, self.state, self.watch is not None and self.watch.samples
         self.model.train()
         total = torch.zeros((), device=state.device)
