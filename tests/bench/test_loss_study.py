@@ -7,16 +7,20 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import scipy.stats
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from bench.gpu.loss import __main__ as command
 from bench.gpu.loss import result, text, training
-from bench.gpu.loss.model import CONFIGS, MODES, make_model
+from bench.gpu.loss.model import CONFIGS, METHODS, MODES, make_model, round_operands
 from bench.report import loss
 from bench.report.filler import HELPERS, Fields, fill
+from octavo.packing.scale_search import FACTORS
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +28,11 @@ CONFIG = CONFIGS["tiny"].change(warmup=1)  # as `study_of` has it
 STUDY = training.Study("tiny", CONFIG)
 CPU = torch.device("cpu")
 TEMPLATE = Path(loss.__file__).with_name("loss.template.md")
-FROZEN = "bf16,rowwise,x of all,w of v_proj,xw of all"
-PLAN = f"trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; frozen {FROZEN}:7"
+FROZEN = "bf16,rowwise,rowwise without k_proj,x of all,w of v_proj,xw of all,xw of all without k_proj by smoothing"
+PLAN = (
+    "trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; branch rowwise without k_proj,x of all:7; "
+    f"frozen {FROZEN}:7"
+)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +146,49 @@ def test_other_models_learn_in_fp8(model: str) -> None:
     losses = [float(learner.step(index, tokens)) for index in range(5)]
     assert learner.converted > 0
     assert losses[-1] < losses[0]
+
+
+def rounded(x: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
+    scale = np.abs(x).max(1, keepdims=True) / np.float32(448) if scale is None else scale
+    return (x * (1 / scale)).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+
+def rounded_by(method: str, x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x and w as a layer of a mode rounds them, by another library; where s is a factor, x*s in place of x."""
+    scale = np.abs(w).max(1, keepdims=True) / np.float32(448)
+    if method == "least squares":
+        found = np.stack([rounded(w, scale * np.float32(factor)) for factor in FACTORS])
+        return rounded(x), found[np.square(found - w, dtype=np.float64).sum(2).argmin(0), range(len(w))]
+    if method == "error feedback":
+        error, columns = np.zeros_like(scale), []
+        for k in range(w.shape[1]):
+            columns.append(rounded(w[:, [k]] + error, scale))
+            error += w[:, [k]] - columns[-1]
+        return rounded(x), np.concatenate(columns, axis=1)
+    s = np.exp2(np.round(np.log2(np.abs(x).max(0) / np.abs(w).max(0)) / 2)) if method else np.float32(1)
+    return rounded(x / s) * s, rounded(w * s) / s
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_operands_are_rounded_as_another_library_rounds_them(method: str) -> None:
+    """And anew where the weight has changed. The gradients of a method that trains pass straight through."""
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 32, bias=False)
+    round_operands(nn.Sequential(layer), "xw", f"all by {method}" if method else "all", [])
+    for _ in range(2):
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(32, 48).bfloat16())
+        x = (torch.randn(64, 48) * torch.randn(48).exp()).bfloat16().float().requires_grad_()
+        x_q, w_q = map(torch.from_numpy, rounded_by(method, x.detach().numpy(), layer.weight.detach().numpy()))
+        y = layer.train(not method)(x)
+        torch.testing.assert_close(y, x_q @ w_q.T)
+    if not method:
+        y.backward(dy := torch.randn(64, 32))
+        torch.testing.assert_close(x.grad, dy @ w_q)
+        torch.testing.assert_close(layer.weight.grad, dy.T @ x_q)
+    else:
+        with pytest.raises(AssertionError, match="for frozen models"):
+            layer.train()(x)
 
 
 def test_what_needs_a_trunk_that_fails_fails_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,11 +65,11 @@ MODES = (*IN_BF16, *TORCHAO, *OWN, *IN_PARTS, *(name for name in VARIANTS if nam
 
 
 def rounded(x: Tensor, method: str = "") -> Tensor:
-    """x [..., K] in E4M3 with a scale for each row, rounded by one of METHODS; float32."""
+    """x [..., K] in E4M3 with a scale for each row, rounded by one of METHODS, on a CPU if it has a name; float32."""
     matrix = x.detach().bfloat16().flatten(0, -2)
     q = quantize(matrix, CAST)
     if method == "least squares":
-        q = cast_by(matrix, search_scale(matrix.cpu(), q.scale.cpu(), CAST).scale.to(x.device), CAST)
+        q = cast_by(matrix, search_scale(matrix, q.scale, CAST).scale, CAST)
     if method == "error feedback":
         columns, error = list[Tensor](), torch.zeros_like(q.scale)
         for column in torch.split(matrix.float(), 1, dim=1):
@@ -102,7 +102,7 @@ class RoundedLinear(nn.Linear):
             w, amax, self.version = self.weight.detach(), x.abs().flatten(0, -2).amax(0), self.weight._version
             smooth = self.method == "smoothing"
             self.s = smoothing_factors(amax, w.abs().amax(0), alpha=0.5) if smooth else torch.ones_like(amax)
-            self.w = rounded(w * self.s, self.method) if "w" in self.operands else w * self.s
+            self.w = rounded((w * self.s).cpu(), self.method).to(w.device) if "w" in self.operands else w * self.s
         return x / self.s, self.w
 
 
