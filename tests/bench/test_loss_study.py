@@ -28,7 +28,7 @@ CONFIG = CONFIGS["tiny"].change(warmup=1)  # as `study_of` has it
 STUDY = training.Study("tiny", CONFIG)
 CPU = torch.device("cpu")
 TEMPLATE = Path(loss.__file__).with_name("loss.template.md")
-FROZEN = "bf16,rowwise,rowwise without k_proj,x of all,w of v_proj,xw of all,xw of all without k_proj by smoothing"
+FROZEN = "bf16,rowwise,rowwise without k_proj,x of all,w of v_proj,xw of all,xw of all by smoothing without k_proj"
 PLAN = (
     "trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; branch rowwise without k_proj,x of all:7; "
     f"frozen {FROZEN}:7"
