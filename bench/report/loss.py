@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.gpu.loss.model import WITHOUT
 from bench.gpu.loss.training import SHARE
 from bench.report.filler import MISSING, Fields, Result
 
@@ -42,10 +43,16 @@ def main(results: Mapping[str, Result]) -> Fields:
 def by_mode(results: Mapping[str, Result]) -> list[Fields]:
     """A row a study and a mode: its data orders, its gaps in both forms, and its largest rise."""
     return [
-        Fields({**row, "model": study.model, "mode": NAMES.get(mode, f"`{mode}`"), "rise": rise(study, mode)})
+        Fields({**row, "model": study.model, "mode": named(mode), "rise": rise(study, mode)})
         for study in studies(results)
         for mode, row in study.modes.items()
     ]
+
+
+def named(mode: str) -> str:
+    """A mode in the words of a table."""
+    base, _, left = mode.partition(WITHOUT)
+    return NAMES.get(mode) or (f"{named(base)}, `{left}` in BF16" if left else f"`{mode}`")
 
 
 def rise(study: Fields, mode: str) -> float | None:
@@ -64,14 +71,14 @@ def frozen(results: Mapping[str, Result]) -> list[Fields]:
             if mode != "bf16":
                 at_trunk = files["trunk"].gap if "trunk" in files else None
                 end = sum(ends) / len(ends) if ends else None
-                rows.append(Fields(model=study.model, mode=NAMES.get(mode, f"`{mode}`"), trunk=at_trunk, end=end))
+                rows.append(Fields(model=study.model, mode=named(mode), trunk=at_trunk, end=end))
     return rows
 
 
 def gradients(results: Mapping[str, Result]) -> list[Fields]:
     """A row a study and a recipe: the bias and the noise of its gradients of weights, as shares of the gradients."""
     return [
-        Fields({**row, "model": study.model, "mode": NAMES.get(mode, f"`{mode}`")})
+        Fields({**row, "model": study.model, "mode": named(mode)})
         for study in studies(results)
         for mode, row in study.get("gradients", {}).items()
     ]
@@ -88,9 +95,8 @@ def label(study: Any) -> str:
 
 def shares(results: Mapping[str, Result]) -> str:
     """The shares of a run after which branches leave, as "60%, 30% or 10%"."""
-    *others, last = (
-        f"{share:.0%}" for share in sorted({study.branch.share for study in studies(results)}, reverse=True)
-    )
+    found = {study.branch.share for study in studies(results)}
+    *others, last = (f"{share:.0%}" for share in sorted(found, reverse=True))
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -115,10 +121,8 @@ def deciding(results: Mapping[str, Result], *modes: str) -> Fields:
 
 
 def _decides(study: Fields, modes: Sequence[str]) -> bool:
-    rows = [study.modes[mode].bf16 for mode in modes if mode in study.modes]
-    if len(rows) < len(modes) or any(len(row.by_order) < FEW for row in rows):
-        return False
-    return bool(study.branch.get("rate", 1.0) == 1 and abs(rows[0].gap) + rows[0].half < CHANCE)
+    rows = [study.modes[mode].bf16 for mode in modes if mode in study.modes and len(study.modes[mode].orders) >= FEW]
+    return len(rows) == len(modes) and study.branch.get("rate", 1.0) == 1 and abs(rows[0].gap) + rows[0].half < CHANCE
 
 
 def decided(results: Mapping[str, Result]) -> str:
@@ -135,9 +139,9 @@ def decided(results: Mapping[str, Result]) -> str:
 
 def peers(results: Mapping[str, Result]) -> str:
     """A sentence on torchao's recipes in the earliest study that has them."""
-    named = ("torchao_rowwise", "torchao_tensorwise")
-    study = deciding(results, "rowwise", *named)
-    rows = {"`rowwise`": study.modes["rowwise"]} | {NAMES[mode]: study.modes[mode] for mode in named}
+    modes = ("rowwise", "torchao_rowwise", "torchao_tensorwise")
+    study = deciding(results, *modes)
+    rows = {named(mode): study.modes[mode] for mode in modes}
     costs = "; ".join(f"{name} {interval(row.bf16)} and {interval(row.fp8)}" for name, row in rows.items())
     last = f"{1 - study.branch.share:.0%}"
     return f"In branches over the last {last}, trained in FP8 and evaluated in BF16 and in FP8: {costs}."
@@ -153,8 +157,7 @@ def checked(results: Mapping[str, Result]) -> str:
     """A sentence on each study whose branches did not have the best of the learning rates that were checked."""
     found = []
     for study in studies(results):
-        shortest = min((each.steps for each in study.rates), default=0)
-        best = min((each for each in study.rates if each.steps == shortest), key=lambda each: each.loss, default=None)
+        best = min(study.rates, key=lambda each: (each.steps, each.loss), default=None)  # of the shortest runs
         if best is not None and best.rate != 1:
             found.append(f"On the model of {study.model}, {best.rate}x ends lower; its branches ran at 1.0x.")
     return " ".join(found)

@@ -65,19 +65,17 @@ def loss(results: dict[str, Result]) -> Any:
     curves.axvline(study.branch.step, color=GREY, linestyle="--", linewidth=1)
     curves.set(ylim=(0.98 * lowest, 1.5 * lowest), ylabel="training loss, smoothed")
     curves.set_xlabel(f"step; branches of data order {order} from step {study.branch.step:,}")
+    marks = []
     for form, shift, color in (("bf16", 0.15, GREY), ("fp8", -0.15, BLUE)):
+        marks.append(Line2D([], [], color=color, marker="o", linewidth=0, label=f"weights in {form.upper()}"))
         for place, row in enumerate(reversed(study.modes.values())):
             if gap := row.get(form):
                 error = None if gap.half is None else 100 * gap.half
                 gaps.errorbar(100 * gap.gap, place + shift, xerr=error, fmt="o", color=color, markersize=4, capsize=2)
     gaps.axvline(0, color="black", linewidth=1)
-    names = [loss_page.NAMES.get(mode, mode).replace("`", "") for mode in study.modes]
+    names = [loss_page.named(mode).replace("`", "") for mode in study.modes]
     gaps.set_yticks(range(len(names)), names[::-1])
     gaps.set_xlabel("gap to BF16, %, with its 95 % interval")
-    marks = [
-        Line2D([], [], color=color, marker="o", linewidth=0, label=name)
-        for name, color in (("weights in BF16", GREY), ("weights in FP8", BLUE))
-    ]
     figure.legend(handles=marks, loc="outside upper center", ncols=2, frameon=False)
     return figure
 

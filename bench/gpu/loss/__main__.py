@@ -36,8 +36,6 @@ PLAN = (
     "trunk", "rates", *(f"branch {mode}:7,8,9,10" for mode in MAIN), f"frozen {FROZEN}:7,8,9,10", f"gradients {FROZEN}",
     *(f"branch {mode}:7,8" for mode in OTHERS),
 )  # fmt: skip
-# The commands of a stage need the files of those before it: the tokens, the trunk and the final weights.
-STAGE = {"prepare": 0, "trunk": 1, "rates": 2, "branch": 2, "frozen": 3, "gradients": 3}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -69,13 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
         call_of(options.command, options.runs, folder, study)()
 
 
-def study_of(
-    folder: Path, *, size: str = "30m", steps: int | None = None, share: float | None = None, rate: float | None = None
-) -> Study:
-    """The study that `folder` was begun with; what these are if it is new."""
+def study_of(folder: Path, *, size: str = "30m", **options: float | None) -> Study:
+    """The study that `folder` was begun with; of this size and these steps, share and rate if it is new."""
     path = folder / "size.json"
     begun = {"size": size, "steps": CONFIGS[size].steps, "share": SHARE, "rate": 1.0}
-    given = {name: value for name, value in (("steps", steps), ("share", share), ("rate", rate)) if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     if not path.exists():
         replace_file(path, json.dumps(begun | given))
     chosen = begun | json.loads(path.read_text())
@@ -87,13 +83,14 @@ def study_of(
     return Study(chosen["size"], config, float(chosen["share"]), float(chosen["rate"]))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "prepare": training.prepare,
-    "trunk": training.train_trunk,
-    "rates": training.check_rates,
-    "branch": training.train_branches,
-    "gradients": training.compare_gradients,
-    "frozen": training.evaluate_frozen,
+# The commands of a stage need the files of those before it: the tokens, the trunk and the final weights.
+COMMANDS: dict[str, tuple[int, Callable[..., None]]] = {
+    "prepare": (0, training.prepare),
+    "trunk": (1, training.train_trunk),
+    "rates": (2, training.check_rates),
+    "branch": (2, training.train_branches),
+    "gradients": (3, training.compare_gradients),
+    "frozen": (3, training.evaluate_frozen),
 }
 
 
@@ -102,7 +99,7 @@ def call_of(command: str, runs: str, folder: Path, study: Study) -> Callable[[],
     modes, _, orders = runs.partition(":")
     parts = modes.split(","), [int(order) for order in orders.split(",") if order]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return partial(COMMANDS[command], folder, study, device, *(part for part in parts if any(part)))
+    return partial(COMMANDS[command][1], folder, study, device, *(part for part in parts if any(part)))
 
 
 # --- Several processes on one GPU ------------------------------------------------------------------------------
@@ -116,7 +113,7 @@ def run_all(folder: Path, study: Study, plan: list[str], processes: int) -> int:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
     commands, failed = [words.partition(" ") for words in ("prepare", *plan)], 0
     for stage in range(4):
-        chosen = [call_of(name, runs, folder, study) for name, _, runs in commands if STAGE[name] == stage]
+        chosen = [call_of(name, runs, folder, study) for name, _, runs in commands if COMMANDS[name][0] == stage]
         failed += in_processes(processes, chosen)
     return failed
 

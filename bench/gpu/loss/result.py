@@ -20,9 +20,9 @@ loss of BF16 does from half of the length to the whole.
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from bench.gpu.loss.model import IN_BF16, MODES
@@ -33,6 +33,7 @@ from octavo.evaluation.metrics import ratio, student_quantile
 from octavo.train.config import Config
 
 FORMS = ("bf16", "fp8")
+Run = dict[str, Any]  # what a file says
 Key = tuple[str, int]  # a mode and a data order
 
 
@@ -43,7 +44,7 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
         ValueError: `folder` has no run of BF16.
     """
     config = study.config
-    runs = {key_of(run): run for run in read(folder, "branch-*.json")}
+    runs: dict[Key, Run] = {(run["mode"], run["order"]): run for run in read(folder, "branch-*.json")}
     if not any(mode == "bf16" for mode, _ in runs):
         raise ValueError(f"{folder} must have a branch of bf16 to compare with; it has {sorted(runs)}")
     rates = read(folder, "rate-*.json")
@@ -51,9 +52,11 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
     tokens, parameters = config.steps * rows_of_step(config) * config.context, trunk["parameters"]
     named = ("model", "mlp_width", "schedule", "decay", "warmup", "evaluate_batches")
     shape = {name: getattr(config, name) for name in named}
+    branch = {"share": study.share, "rate": study.rate, "step": study.first}
     frozen = {run["mode"]: run for run in read(folder, "frozen-*.json")}
     curve = curve_of(runs, rates, config)
-    modes = {mode: row(mode, runs, curve, config) for mode in MODES if orders_of(mode, runs)}
+    names = dict.fromkeys((*MODES, *(mode for mode, _ in runs)))
+    modes = {mode: row(mode, runs, curve) for mode in names if orders_of(mode, runs)}
     add_pooled([found for mode, found in modes.items() if mode not in IN_BF16])
     return {
         "machine": trunk["machine"],
@@ -62,13 +65,7 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
         "parameters": parameters,
         "tokens": tokens,
         "tokens_per_parameter": tokens / parameters,
-        "branch": {
-            "share": study.share,
-            "rate": study.rate,
-            "step": study.first,
-            "disturbance": DISTURBANCE,
-            "evaluations": LAST,
-        },
+        "branch": branch | {"disturbance": DISTURBANCE, "evaluations": LAST},
         **curve,
         "modes": modes,
         "frozen": {mode: frozen_row(run, frozen["bf16"]) for mode, run in frozen.items()},
@@ -81,10 +78,6 @@ def read(folder: Path, pattern: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
 
 
-def key_of(run: dict[str, Any]) -> Key:
-    return run["mode"], run["order"]
-
-
 def orders_of(mode: str, runs: dict[Key, Any]) -> list[int]:
     """The data orders of a mode of which BF16 has a run."""
     return sorted(order for each, order in runs if each == mode and ("bf16", order) in runs)
@@ -92,7 +85,7 @@ def orders_of(mode: str, runs: dict[Key, Any]) -> list[int]:
 
 def by_batch(run: dict[str, Any], form: str) -> list[float]:
     """The losses of a run by batch of held-out text, means over its evaluations."""
-    return [statistics.fmean(losses) for losses in zip(*(each[form] for each in run["evaluations"]), strict=True)]
+    return [fmean(losses) for losses in zip(*(each[form] for each in run["evaluations"]), strict=True)]
 
 
 # --- The curve -------------------------------------------------------------------------------------------------
@@ -105,58 +98,41 @@ def curve_of(runs: dict[Key, dict[str, Any]], rates: Sequence[dict[str, Any]], c
     without that run.
     """
     base = [run for (mode, _), run in runs.items() if mode == "bf16"]
-    loss = statistics.fmean(statistics.fmean(by_batch(run, "bf16")) for run in base)
-    ends = [
-        (statistics.fmean(e["bf16"]), e["step"])
-        for run in base
-        for e in (run["evaluations"][0], run["evaluations"][-1])
-    ]
-    falls = [(a - b) / (after - before) for (a, before), (b, after) in zip(ends[::2], ends[1::2], strict=True)]
-    checked = [{key: run[key] for key in ("steps", "rate")} | {"loss": final(run)} for run in rates]
+    loss = fmean(fmean(by_batch(run, "bf16")) for run in base)
+    ends = [(run["evaluations"][0], run["evaluations"][-1]) for run in base]
+    falls = [(fmean(a["bf16"]) - fmean(b["bf16"])) / (b["step"] - a["step"]) for a, b in ends]
+    checked = [{"steps": r["steps"], "rate": r["rate"], "loss": fmean(r["evaluation"]["bf16"])} for r in rates]
     half = [run["loss"] for run in checked if run["steps"] == config.steps // 2]
     return {
         "loss": loss,
-        "slope": statistics.fmean(falls) / loss,
+        "slope": fmean(falls) / loss,
         "per_doubling": half[0] - loss if half else None,
         "rates": checked,
     }
 
 
-def final(run: dict[str, Any]) -> float:
-    return statistics.fmean(run["evaluation"]["bf16"])
-
-
 # --- Gaps ------------------------------------------------------------------------------------------------------
 
 
-def row(mode: str, runs: dict[Key, dict[str, Any]], curve: dict[str, Any], config: Config) -> dict[str, Any]:
+def row(mode: str, runs: dict[Key, Run], curve: Run) -> dict[str, Any]:
     """A mode: its data orders, its layers in FP8, and its gap in both forms. BF16 in BF16 is what all compare with."""
     orders = orders_of(mode, runs)
     pairs = [(runs[mode, order], runs["bf16", order]) for order in orders]
     forms = FORMS[1:] if mode == "bf16" else FORMS
-    served = {"fp8_to_served_bf16": gap(pairs, "fp8", "fp8", curve, config)} if mode == "rowwise" else {}
-    return {
-        "orders": orders,
-        "converted": pairs[0][0]["converted"],
-        **{form: gap(pairs, form, "bf16", curve, config) for form in forms},
-        **served,
-    }
+    gaps = {form: gap(pairs, form, "bf16", curve) for form in forms}
+    if mode == "rowwise":
+        gaps["fp8_to_served_bf16"] = gap(pairs, "fp8", "fp8", curve)
+    return {"orders": orders, "converted": pairs[0][0]["converted"], **gaps}
 
 
-def gap(
-    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-    form: str,
-    base_form: str,
-    curve: dict[str, Any],
-    config: Config,
-) -> dict[str, Any]:
+def gap(pairs: Sequence[tuple[Run, Run]], form: str, base_form: str, curve: Run) -> dict[str, Any]:
     """The relative gap of the first runs, evaluated in `form`, to the second, evaluated in `base_form`."""
     found = [(by_batch(run, form), by_batch(base, base_form)) for run, base in pairs]
-    by_order = [statistics.fmean(a) / statistics.fmean(b) - 1 for a, b in found]
+    by_order = [fmean(a) / fmean(b) - 1 for a, b in found]
     mean = ratio(by_order, [1.0] * len(by_order))
     batches = len(found[0][0])
-    differences = [statistics.fmean(a[k] - b[k] for a, b in found) for k in range(batches)]
-    over_text = ratio(differences, [statistics.fmean(b[k] for _, b in found) for k in range(batches)])
+    differences = [fmean(a[k] - b[k] for a, b in found) for k in range(batches)]
+    over_text = ratio(differences, [fmean(b[k] for _, b in found) for k in range(batches)])
     doubling = curve["per_doubling"]
     return {
         "gap": mean.value,
@@ -174,7 +150,7 @@ def add_pooled(rows: Sequence[dict[str, Any]]) -> None:
         gaps = [row[form]["by_order"] for row in rows]
         freedom = sum(len(by_order) - 1 for by_order in gaps)
         if freedom:
-            squares = math.fsum((each - statistics.fmean(found)) ** 2 for found in gaps for each in found)
+            squares = math.fsum((each - fmean(found)) ** 2 for found in gaps for each in found)
             half = student_quantile(freedom) * math.sqrt(squares / freedom)  # of one order
             for row, found in zip(rows, gaps, strict=True):
                 row[form]["half_pooled"] = half / math.sqrt(len(found))
@@ -194,4 +170,4 @@ def gradient_row(run: dict[str, Any]) -> dict[str, Any]:
     """The bias and the noise of dw, relative and squared: the median over the weights, and the worst."""
     weights = run["weights"].values()
     rows = {kind: [each[kind] for each in weights] for kind in ("bias", "noise")}
-    return {kind: {"median": statistics.median(found), "worst": max(found)} for kind, found in rows.items()}
+    return {kind: {"median": median(found), "worst": max(found)} for kind, found in rows.items()}

@@ -135,9 +135,8 @@ class Learner:
         forms = {own: self.model}
         if both:
             forms[other] = self.other
-            trained = dict(self.model.named_parameters())
-            for name, p in self.other.named_parameters():
-                p.copy_(trained[name])
+            for p, trained in zip(self.other.parameters(), self.model.parameters(), strict=True):
+                p.copy_(trained)
         batches = torch.split(held_out, self.config.batch)
         losses = {form: torch.stack([self.forward(model.eval(), b) for b in batches]) for form, model in forms.items()}
         return {form: found.tolist() for form, found in losses.items()}
@@ -199,8 +198,7 @@ def train_branches(folder: Path, study: Study, device: torch.device, modes: list
     """Train each mode from the trunk to the end in each data order, without the runs that `folder` has."""
     config, first = study.config, study.first
     for mode in modes:
-        paths = {order: folder / f"branch-{mode}-{order}.json" for order in orders}
-        missing = {order: path for order, path in paths.items() if not path.exists()}
+        missing = {order: path for order in orders if not (path := folder / f"branch-{mode}-{order}.json").exists()}
         if not missing:
             continue
         learner = Learner(mode, config, device)
@@ -231,23 +229,21 @@ def check_rates(folder: Path, study: Study, device: torch.device) -> None:
     """
     config = study.config
     runs = [(config.steps // 4, 0.5), (config.steps // 4, 1.0), (config.steps // 4, 2.0), (config.steps // 2, 1.0)]
-    learner: Learner | None = None
-    for count, rate in runs:
-        path = folder / f"rate-{count}-{rate}.json"
-        if path.exists():
-            continue
-        if learner is None:
-            learner = Learner("bf16", config, device)
-            start = {name: tensor.clone() for name, tensor in learner.state().items()}
-            learner.warm_up()
-            training, held_out = texts(folder, config, device)
+    missing = [run for run in runs if not (folder / f"rate-{run[0]}-{run[1]}.json").exists()]
+    if not missing:
+        return
+    learner = Learner("bf16", config, device)
+    start = {name: tensor.clone() for name, tensor in learner.state().items()}
+    learner.warm_up()
+    training, held_out = texts(folder, config, device)
+    rows = reading_order(len(training), 0, rows_of_step(config), 1)
+    for count, rate in missing:
         learner.restart(start)
         learner.config = config.change(steps=count, decay_steps=count, warmup=max(count // 20, 1))
         began = time.monotonic()
-        order = reading_order(len(training), 0, rows_of_step(config), 1)
-        losses = list(steps(learner, training, order, 0, count, rate))
+        losses = list(steps(learner, training, rows, 0, count, rate))
         facts = {"steps": count, "rate": rate, "losses": rounded(losses), "evaluation": learner.evaluate(held_out)}
-        write_run(path, learner, facts | {"seconds": time.monotonic() - began})
+        write_run(folder / f"rate-{count}-{rate}.json", learner, facts | {"seconds": time.monotonic() - began})
 
 
 @torch.no_grad()
@@ -260,13 +256,12 @@ def evaluate_frozen(folder: Path, study: Study, device: torch.device, modes: lis
         if path.exists():
             continue
         learner = Learner(mode, study.config, device)
-        form = "bf16" if mode in IN_BF16 else "fp8"
         losses = {}
         for file in weights:
             found = load_file(file, device=str(device))
             for name, p in learner.model.named_parameters():
                 p.copy_(found[name])
-            losses[file.stem] = learner.evaluate(held_out)[form]
+            (losses[file.stem],) = learner.evaluate(held_out).values()
         write_run(path, learner, {"losses": losses})
 
 
