@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,7 @@ def test_each_study_trains_and_is_merged(name: str, tmp_path: Path) -> None:
     study = tiny(STUDIES[name], emulate=True)
     runs.train_all(study, [(mode, seed) for seed in (0, 1) for mode in ("bf16", "rowwise")], tmp_path)
     result = runs.merge(tmp_path)
-    assert [(run["mode"], run["seed"]) for run in result["runs"]] == [
-        (mode, seed) for mode in ("bf16", "rowwise") for seed in (0, 1)
-    ]
+    assert [(run["mode"], run["seed"]) for run in result["runs"]] == [*product(("bf16", "rowwise"), (0, 1))]
     assert result["tokens"] == 4 * 4 * 16
     assert [point["step"] for point in result["runs"][0]["evaluations"]] == ([1, 2, 3, 4] if name == "300m" else [4])
     gap = result["gaps"]["rowwise"]

@@ -43,7 +43,7 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
         ValueError: `folder` has no run of BF16.
     """
     config = study.config
-    runs = {key_of(run): run for run in read(folder, "branch-*.json")}
+    runs = {(run["mode"], run["order"]): run for run in read(folder, "branch-*.json")}
     if not any(mode == "bf16" for mode, _ in runs):
         raise ValueError(f"{folder} must have a branch of bf16 to compare with; it has {sorted(runs)}")
     rates = read(folder, "rate-*.json")
@@ -79,10 +79,6 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
 
 def read(folder: Path, pattern: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
-
-
-def key_of(run: dict[str, Any]) -> Key:
-    return run["mode"], run["order"]
 
 
 def orders_of(mode: str, runs: dict[Key, Any]) -> list[int]:
@@ -138,6 +134,7 @@ def row(mode: str, runs: dict[Key, dict[str, Any]], curve: dict[str, Any], confi
     return {
         "orders": orders,
         "converted": pairs[0][0]["converted"],
+        "finite": all(math.isfinite(loss) for run, _ in pairs for loss in run["losses"]),
         **{form: gap(pairs, form, "bf16", curve, config) for form in forms},
         **served,
     }
