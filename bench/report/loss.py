@@ -88,9 +88,8 @@ def label(study: Any) -> str:
 
 def shares(results: Mapping[str, Result]) -> str:
     """The shares of a run after which branches leave, as "60%, 30% or 10%"."""
-    *others, last = (
-        f"{share:.0%}" for share in sorted({study.branch.share for study in studies(results)}, reverse=True)
-    )
+    found = sorted({study.branch.share for study in studies(results)}, reverse=True)
+    *others, last = (f"{share:.0%}" for share in found)
     return f"{', '.join(others)} or {last}" if others else last
 
 

@@ -137,11 +137,8 @@ def recipes_by_gpu() -> Rows:
     rows = [(f"`{recipe.name}`", recipe, gemm_backends) for recipe in presets if recipe.quantized]
     for recipe in (rowwise(), blockwise(), mxfp8()):
         rows.append((f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends))
-    yield from (
-        {"recipe": name, "gpu": gpu.name, "gemm": recipe_on(gpu, recipe, find)}
-        for name, recipe, find in rows
-        for gpu in SHOWN
-    )
+    for name, recipe, find in rows:
+        yield from ({"recipe": name, "gpu": gpu.name, "gemm": recipe_on(gpu, recipe, find)} for gpu in SHOWN)
 
 
 def recipe_on(

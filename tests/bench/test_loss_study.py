@@ -229,7 +229,7 @@ def test_a_gap_of_a_doubling_is_worth_twice_the_tokens() -> None:
     def run(loss: float) -> dict[str, Any]:
         return {"evaluations": [{"step": 9, "bf16": [loss, loss]}, {"step": 10, "bf16": [loss, loss]}]}
 
-    gap = result.gap([(run(3.3), run(3.0))], "bf16", "bf16", {"slope": 0.01, "per_doubling": 0.3, "loss": 3.0}, CONFIG)
+    gap = result.gap([(run(3.3), run(3.0))], "bf16", "bf16", {"slope": 0.01, "per_doubling": 0.3, "loss": 3.0})
     assert gap["gap"] == pytest.approx(0.1)
     assert gap["tokens"] == pytest.approx(1.0)
     assert gap["steps"] == pytest.approx(10)

@@ -103,12 +103,6 @@ def test_each_recipe_of_the_guide_is_measured():
 
 # --- The filler ------------------------------------------------------------------------------------------------
 
-TABLE = """<!-- each rows -->
-| a | {size} | b |
-| --- | --- | --- |
-| {name} | {ms:.1f} | {speed:.2f}x |
-"""
-
 
 def test_fields_outside_of_tables_are_filled_and_must_be_there():
     result = Fields(ms=Fields({"bf16, compile": 2.0}), rows=[])

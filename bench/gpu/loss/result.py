@@ -53,7 +53,7 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
     shape = {name: getattr(config, name) for name in named}
     frozen = {run["mode"]: run for run in read(folder, "frozen-*.json")}
     curve = curve_of(runs, rates, config)
-    modes = {mode: row(mode, runs, curve, config) for mode in MODES if orders_of(mode, runs)}
+    modes = {mode: row(mode, runs, curve) for mode in MODES if orders_of(mode, runs)}
     add_pooled([found for mode, found in modes.items() if mode not in IN_BF16])
     return {
         "machine": trunk["machine"],
@@ -102,12 +102,8 @@ def curve_of(runs: dict[Key, dict[str, Any]], rates: Sequence[dict[str, Any]], c
     """
     base = [run for (mode, _), run in runs.items() if mode == "bf16"]
     loss = statistics.fmean(statistics.fmean(by_batch(run, "bf16")) for run in base)
-    ends = [
-        (statistics.fmean(e["bf16"]), e["step"])
-        for run in base
-        for e in (run["evaluations"][0], run["evaluations"][-1])
-    ]
-    falls = [(a - b) / (after - before) for (a, before), (b, after) in zip(ends[::2], ends[1::2], strict=True)]
+    ends = [(run["evaluations"][0], run["evaluations"][-1]) for run in base]
+    falls = [(statistics.fmean(a["bf16"]) - statistics.fmean(b["bf16"])) / (b["step"] - a["step"]) for a, b in ends]
     checked = [{key: run[key] for key in ("steps", "rate")} | {"loss": final(run)} for run in rates]
     half = [run["loss"] for run in checked if run["steps"] == config.steps // 2]
     return {
@@ -125,27 +121,23 @@ def final(run: dict[str, Any]) -> float:
 # --- Gaps ------------------------------------------------------------------------------------------------------
 
 
-def row(mode: str, runs: dict[Key, dict[str, Any]], curve: dict[str, Any], config: Config) -> dict[str, Any]:
+def row(mode: str, runs: dict[Key, dict[str, Any]], curve: dict[str, Any]) -> dict[str, Any]:
     """A mode: its data orders, its layers in FP8, and its gap in both forms. BF16 in BF16 is what all compare with."""
     orders = orders_of(mode, runs)
     pairs = [(runs[mode, order], runs["bf16", order]) for order in orders]
     forms = FORMS[1:] if mode == "bf16" else FORMS
-    served = {"fp8_to_served_bf16": gap(pairs, "fp8", "fp8", curve, config)} if mode == "rowwise" else {}
+    served = {"fp8_to_served_bf16": gap(pairs, "fp8", "fp8", curve)} if mode == "rowwise" else {}
     return {
         "orders": orders,
         "converted": pairs[0][0]["converted"],
         "finite": all(math.isfinite(loss) for run, _ in pairs for loss in run["losses"]),
-        **{form: gap(pairs, form, "bf16", curve, config) for form in forms},
+        **{form: gap(pairs, form, "bf16", curve) for form in forms},
         **served,
     }
 
 
 def gap(
-    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-    form: str,
-    base_form: str,
-    curve: dict[str, Any],
-    config: Config,
+    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], form: str, base_form: str, curve: dict[str, Any]
 ) -> dict[str, Any]:
     """The relative gap of the first runs, evaluated in `form`, to the second, evaluated in `base_form`."""
     found = [(by_batch(run, form), by_batch(base, base_form)) for run, base in pairs]
