@@ -236,7 +236,7 @@ def path_of(out: Path, mode: str, seed: int) -> Path:
 
 def last_step(path: Path) -> int:
     """The step of the last evaluation in a run's file; 0 if there is no file. A run that diverged is at its end."""
-    run = json.loads(path.read_text()) if path.exists() else {"final": 0.0, "evaluations": [{"step": 0}]}
+    run: Result = json.loads(path.read_text()) if path.exists() else {"final": 0.0, "evaluations": [{"step": 0}]}
     return int(run["settings"]["steps"] if run["final"] is None else run["evaluations"][-1]["step"])
 
 
