@@ -17,8 +17,7 @@ QUICK = "--quick" in sys.argv  # a benchmark at its smallest size, which writes 
 def before(name: str) -> dict[str, Any]:
     """results/NAME.json; {} without the file, and with `--quick`."""
     path = RESULTS / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not QUICK else {}
-    return found
+    return json.loads(path.read_text()) if path.exists() and not QUICK else {}
 
 
 def rows_before(name: str, key: str) -> list[dict[str, Any]]:

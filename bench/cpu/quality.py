@@ -179,12 +179,7 @@ def in_chunks(model: Any, make: Cache) -> Outputs:
 
 def outputs(model: nn.Module) -> Outputs:
     """A function from ids [B, T] to the logits [B, T, V] of whole prompts."""
-
-    def run(ids: Tensor) -> Tensor:
-        logits: Tensor = model(ids, use_cache=False).logits
-        return logits
-
-    return run
+    return lambda ids: model(ids, use_cache=False).logits
 
 
 def attention(packed: Path, batches: list[Tensor]) -> dict[str, Any]:

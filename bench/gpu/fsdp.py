@@ -165,7 +165,6 @@ class Bench:
         file = f"gpu_fsdp_{self.config.layers}_layers_{distributed.get_world_size()}_gpus"
         links = {"bytes_per_second": ranks.bandwidth()} if distributed.get_world_size() > 1 else {}
         earlier = [row for row in record.rows_before(file, "modes") if row["mode"] not in names]
-
         setting = ranks.setting_of(self.config, self.tokens)
 
         def add(name: str) -> tuple[str, dict[str, Any]]:

@@ -99,11 +99,8 @@ def generation(model: Any, **settings: Any) -> Generate:
     """`model.generate`, greedy, which no end token stops early."""
 
     def generate(ids: Tensor, tokens: int) -> Tensor:
-        made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens,
-            **settings,
-        )  # fmt: skip
-        return made[:, ids.shape[1] :]
+        greedy = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **greedy, **settings)[:, ids.shape[1] :]
 
     return generate
 
@@ -243,7 +240,6 @@ class Bench:
 
     def graphs(self, batch: int) -> Result:
         """Tokens a second of CUDA graphs that are captured by hand, at the middle of the context of `decode`."""
-        torch._dynamo.config.recompile_limit = 64  # each layer has a cache of its own
         if self._in_memory is None:
             self._ways = []
             release(torch.device(DEVICE))

@@ -84,7 +84,7 @@ def benchmark(**options: Any) -> Callable[[Main], Callable[..., None]]:
     def command(main: Main) -> Callable[..., None]:
         def run(words: Sequence[str] | None = None) -> None:
             given = parser_of(sys.modules[main.__module__].__doc__, **options).parse_args(words)
-            torch._dynamo.config.recompile_limit = 64  # modes share the code of their layers
+            torch._dynamo.config.recompile_limit = 64  # modes share the code of layers, each with a cache of its own
             write(main(given) or iter(()))
 
         if main.__module__ == "__main__":

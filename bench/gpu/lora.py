@@ -114,8 +114,7 @@ def exact_gradients(mode: str) -> dict[str, Tensor]:
         if head or (not mode.startswith(BASE) and name.endswith(tuple(TARGETS))):
             module.weight.data = quantize(module.weight.data, CHANNEL.weight).dequantize()
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS)
-    adapted = in_adapters(model, config)
-    return gradients(adapted.double())
+    return gradients(in_adapters(model, config).double())
 
 
 def check() -> dict[str, dict[str, float]]:

@@ -68,8 +68,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chosen, index = torch.topk(F.softmax(self.router(x).float(), -1), self.top_k, -1)
-        result: Tensor = self.experts(x, index, chosen / chosen.sum(-1, keepdim=True))
-        return result
+        return self.experts(x, index, chosen / chosen.sum(-1, keepdim=True))
 
 
 torchao_mm: Any = None  # torchao's grouped product, a Triton kernel. torch.compile cannot trace its import
@@ -90,8 +89,7 @@ class TorchaoExperts(Experts):
         options = {"offs": ends, "pad_token_groups_for_grouped_mm": False}
         gate, up = torchao_mm(n, self.gate_up_proj.transpose(1, 2), **options).chunk(2, 1)
         y = torchao_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), **options)
-        out: Tensor = (y[where[row]].float() * top_k_weights.float().unsqueeze(2)).sum(1).to(y.dtype)
-        return out
+        return (y[where[row]].float() * top_k_weights.float().unsqueeze(2)).sum(1).to(y.dtype)
 
 
 MODES: dict[str, tuple[type[Experts], Recipe | None]] = {

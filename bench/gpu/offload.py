@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ import torch
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, in_new_process, peak_of, show, sized
 from bench.gpu.plan import MODELS
 from octavo.nn.parallel_weights import local_part
-from octavo.train.processes import collect_between_steps, training_console
+from octavo.train.processes import collect_between_steps, peak_memory, training_console
 from octavo.train.trainer import Trainer, start_run
 
 TINY = {"layers": 2, "width": 64, "heads": 2, "kv_heads": 1, "mlp_width": 128, "context": 32, "compile.blocks": False}
@@ -61,7 +60,8 @@ def measure(mode: str) -> dict[str, Any]:
             losses = [float(trainer.step()[0]) for _ in range(WARM)]
             kinds = {kind: time_steps(trainer, *chosen) for kind, chosen in KINDS.items()}
             parameters = sum(p.numel() for p in trainer.model.parameters())
-    return {"mode": mode, "parameters": parameters, "losses": losses, "host_bytes": host_bytes(), **kinds}
+    host = peak_memory(torch.device("cpu"))
+    return {"mode": mode, "parameters": parameters, "losses": losses, "host_bytes": host, **kinds}
 
 
 def time_steps(trainer: Trainer, settings: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -87,12 +87,6 @@ def time_step(trainer: Trainer, note: Callable[[tuple[float, float]], None]) -> 
         torch.cuda.synchronize()
     ended = time.perf_counter()
     note((ended - began, ended - computed))
-
-
-def host_bytes() -> int:
-    """The most memory that this process has taken."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 @benchmark(sharded=False)

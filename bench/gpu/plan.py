@@ -2,16 +2,16 @@
 
 BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, of a model: six blocks of Llama-3-8B's
 shape, a Llama of a billion parameters, or one of Llama-3.2-3B's shape. Each configuration is trained by processes of
-its own. A step is whole, with clipping and AdamW, and its time is
-the mean of five steps in a row, of which the median of three is taken. Five steps more show the time of the host: each
-begins with an idle GPU, and is not waited for. Two are profiled: their kernels by kind, and the time without any.
+its own. A step is whole, with clipping and AdamW, and its time is the mean of five steps in a row, of which the median
+of three is taken. Five steps more show the time of the host: each begins with an idle GPU, and is not waited for. Two
+are profiled: their kernels by kind, and the time without any.
 
-The result is written after each configuration.
+The result is written after each configuration. With `--missing` the next run measures only those that it lacks.
 
 `--largest` looks for the largest batch on one GPU of 80 GB, by recipe, of the model of a billion parameters with the
 vocabulary of Llama 3. It takes the same steps on random tokens.
 
-    python -m bench.gpu.plan [--model 3b] [--only 1]      about five minutes on two GPUs
+    python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about five minutes on two GPUs
     python -m bench.gpu.plan --largest                                about a minute on one
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, host_once, once, show, sized
 from bench.gpu.ranks import profiled
@@ -141,7 +142,7 @@ def with_plan(row: Row) -> Row:
     return row | {"planned": figures | {"host_seconds": time.host}, "errors": errors}
 
 
-@benchmark(model="8b", only=int, largest=False, worker=Path)
+@benchmark(model="8b", only=int, missing=False, largest=False, worker=Path)
 def main(options: Options) -> Results:
     """--only: the configurations on so many GPUs. --worker: train the configuration in this file."""
     if options.worker:
@@ -156,11 +157,13 @@ def main(options: Options) -> Results:
             yield "gpu_largest_batch", {"context": config.context, "vocabulary": VOCABULARY, "recipes": found}
         return
     there, name = max(torch.cuda.device_count(), 1), f"gpu_plan_{options.model}"
-    rows: list[Row] = []
+    rows = [row for row in record.rows_before(name, "rows") if "error" not in row] if options.missing else []
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
-    for each in chosen[sized(0, -1) :]:
+    measured = {configuration_of(row) for row in rows}
+    for each in [each for each in chosen if each not in measured][sized(0, -1) :]:
         names = dict(zip(("gpus", "recipe", "checkpointing"), each, strict=True))
         found = measure(configured(options.model, *each), each[0])
         rows.append(with_plan({"model": options.model, **names, "gpu": gpu_here().key, **found}))
         show(rows[-1])
+        rows.sort(key=lambda row: CONFIGURATIONS.index(configuration_of(row)))
         yield name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": rows}

@@ -76,8 +76,7 @@ def live(config: PretrainedConfig) -> Any:
 
 
 def generate(model: Any, ids: Tensor, new: int) -> Tensor:
-    made: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
-    return made
+    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
 
 
 def tokens(model: Any) -> Tensor:
@@ -230,12 +229,7 @@ def main(options: Options) -> Results:
     if options.only in (None, "push"):
         result: dict[str, Any] = {"check": check(sized(1000, 3)), "shapes": []}
         for name in sized(("0.6b", "8b"), ("0.6b",)):
-            shape = {
-                **HEADS,
-                **SHAPES[name],
-                **sized({}, {"num_hidden_layers": 1}),
-                "tie_word_embeddings": name == "0.6b",
-            }
+            shape = HEADS | SHAPES[name] | sized({}, {"num_hidden_layers": 1}) | {"tie_word_embeddings": name == "0.6b"}
             result["shapes"].append({"shape": name, **pushes(Qwen3Config(**shape), sized(10, 2))})
             show(name, result["shapes"][-1])
         yield "gpu_rl", result

@@ -11,8 +11,8 @@ run is its final loss over that of BF16 with the same seed, less 1; the interval
 Student's.
 
 The modes are those of `bench.gpu.loss`, and so is the training. A run's file is written at each of its evaluations, and
-a run whose file is whole is skipped, so a long measurement can be ended and begun again. Runs that did not end in time
-are compared at the last evaluation that all have reached.
+a run whose file is there is skipped, so a long measurement can be ended and begun again. With `--stop` runs end early,
+on the schedule of all steps. Runs that did not end in time are compared at the last evaluation that all have reached.
 
     python -m bench.gpu.runs gpt --time bf16,rowwise,torchao --out FOLDER                      steps, in turns
     python -m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --out FOLDER                          MODE:SEED
@@ -72,6 +72,7 @@ class Study(NamedTuple):
     characters: int  # of the text, at the most
     evaluations: int  # in a run
     result: str  # the file of bench/results
+    stop: int | None = None  # the step after which its runs end early
 
 
 STUDIES = {
@@ -120,10 +121,11 @@ def tokens_of(study: Study, out: Path) -> Corpus:
 
 
 def train_all(study: Study, plan: Sequence[Run], out: Path, processes: int = 1) -> None:
-    """Train the runs that are not whole in `out`. One worker alone is this process."""
+    """Train the runs that are not at their end in `out`. One worker alone is this process."""
     seeds: dict[str, list[int]] = {}
+    stop = study.stop or study.config.steps
     for mode, seed in plan:
-        if not ended(path_of(out, mode, seed)):
+        if last_step(path_of(out, mode, seed)) < stop:
             seeds.setdefault(mode, []).append(seed)
     tokens_of(study, out)  # made once, before the workers read them
     gpus = max(torch.cuda.device_count(), 1)
@@ -187,6 +189,7 @@ def training_batches(data: Corpus, config: Config, seed: int) -> Batches:
 def train(learner: Learner, study: Study, data: Corpus, seed: int) -> Iterator[Result]:
     """Train; gives the run so far at each evaluation. One that diverges ends there."""
     config, cuda = study.config, DEVICE == "cuda"
+    stop = study.stop or config.steps
     every = max(config.steps // study.evaluations, 1)
     tokens = config.batch * config.accumulate * config.context
     training = training_batches(data, config, seed)
@@ -197,9 +200,9 @@ def train(learner: Learner, study: Study, data: Corpus, seed: int) -> Iterator[R
     seconds, finite = 0.0, True
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    while len(losses) < config.steps and finite:
+    while len(losses) < stop and finite:
         began, first = time.perf_counter(), len(losses)
-        for index in range(first, min(first + every, config.steps)):
+        for index in range(first, min(first + every, stop)):
             losses.append(learner.step(index, batch_at(training, index)))
         if cuda:
             torch.cuda.synchronize()
@@ -231,10 +234,10 @@ def path_of(out: Path, mode: str, seed: int) -> Path:
     return out / f"{mode}-{seed}.json"
 
 
-def ended(path: Path) -> bool:
-    """True if a run's file is there and the run is whole, or diverged."""
-    run = json.loads(path.read_text()) if path.exists() else {"whole": False, "final": 0.0}
-    return bool(run["whole"] or run["final"] is None)
+def last_step(path: Path) -> int:
+    """The step of the last evaluation in a run's file; 0 if there is no file. A run that diverged is at its end."""
+    run: Result = json.loads(path.read_text()) if path.exists() else {"final": 0.0, "evaluations": [{"step": 0}]}
+    return int(run["settings"]["steps"] if run["final"] is None else run["evaluations"][-1]["step"])
 
 
 def settings(config: Config) -> Result:
@@ -329,6 +332,11 @@ def merge(folder: Path) -> Result:
     }
 
 
+def early(result: Result) -> str:
+    """The end of the name of a result whose runs end early: they have another file than whole runs."""
+    return f"_{result['compared_at_step']}" if result["compared_at_step"] < result["settings"]["steps"] else ""
+
+
 def check_alike(folder: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     """Raise a ValueError unless `runs` has each run once, with one of BF16, and all with the same settings and text."""
     keys = [(run["mode"], run["seed"]) for run in runs]
@@ -367,9 +375,9 @@ def seconds_to(target: float, evaluations: list[dict[str, float]]) -> float | No
     return None
 
 
-@benchmark(study=STUDIES, runs="", processes=1, out=Path("runs/bench"), time="", merge=Path)
+@benchmark(study=STUDIES, runs="", processes=1, out=Path("runs/bench"), time="", stop=int, merge=Path)
 def main(options: Options) -> Results:
-    study = study_of(options.study)
+    study = study_of(options.study)._replace(stop=options.stop)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.time:
         result = time_steps(options.time.split(","), study.config)
@@ -379,4 +387,4 @@ def main(options: Options) -> Results:
         train_all(study, plan, options.out, options.processes)
     if options.merge:
         found = merge(options.merge)
-        yield study.result, {"model": options.study, **found}
+        yield study.result + early(found), {"model": options.study, **found}

@@ -167,7 +167,6 @@ def prefill_fp8_attention(shape: LlamaConfig) -> Result:
     The layers are compiled, without a cache. The engine of `octavo.load` runs the same prompt eagerly, into an FP8
     cache whose scales are known, which is read by the attention in FP8.
     """
-    torch._dynamo.config.recompile_limit = 64
     AttentionInterface.register(ATTENTION, _attention)
     wide = models.build_bf16(shape, DEVICE)
     packed = {mode: models.build_fp8(wide, DEVICE) for mode in (modes.SERVE, modes.SERVE_FP8_ATTENTION, modes.ENGINE)}

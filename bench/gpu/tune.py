@@ -1,10 +1,10 @@
 """Times our GEMMs with many tilings: what a kernel's `choose` takes, and the best of all. It writes no result.
 
     gemm             the GEMM of row scales at few rows, beside a copy of the same bytes
-    block            the GEMM of scales along K, by scales
+    block            the GEMM of scales along K, by scales, beside cuBLASLt and operands widened to BF16
     grouped          the grouped GEMM of block scales; the routing is drawn at random
     grouped-rows     the grouped GEMMs of row scales on a Hopper: y with fast accumulation, and dw promoted
-    weight-only      the GEMM of an eight-bit weight
+    weight-only      the GEMM of an eight-bit weight; --bytes widens E4M3 as on older GPUs
     cache            the attention that reads a cache of keys and values, by tiles, beside a copy of the same bytes
 
 Change `choose` in octavo.ops.kernels (and `TILES` in octavo.ops.attention_tiles) by what it prints. The other ways to
@@ -37,6 +37,7 @@ from octavo.ops.dispatch import SQUARE, STRIP
 from octavo.ops.kernels import block_scaled_gemm, grouped_gemm, weight_only
 from octavo.ops.kernels import gemm as row_gemm
 from octavo.ops.launching import Operands, compile_only
+from octavo.ops.library_gemms import scaled_mm_cublaslt
 from octavo.recipe import ROW_W
 
 BF16 = torch.bfloat16
@@ -87,7 +88,8 @@ def block(m: int, n: int, k: int) -> None:
         def us(call: Callable[..., Any], *options: Any, a: QTensor = a, bs: list[QTensor] = bs) -> float:
             return in_turn(lambda b: call(Operands.of(a, b), None, BF16, *options), bs)
 
-        print(f"  {name}", flush=True)
+        native = f", cuBLASLt {us(scaled_mm_cublaslt, False):.1f} us" if size == 128 else ""
+        print(f"  {name}: widened to BF16 {us(block_scaled_gemm.dequantized_mm):.1f} us{native}", flush=True)
         chosen = block_scaled_gemm.choose(m, n, k, size, x.device)
         tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size))
         show(fastest(chosen, tilings, partial(us, block_scaled_gemm.scaled_mm, None), best=4), 2 * m * n * k)
@@ -141,11 +143,11 @@ def grouped_rows(*_: int) -> None:
         time_grouped(partial(dw.ours, False), chosen, [tiling(*each) for each in PROMOTED], p.flops)
 
 
-def eight_bit_weight(m: int, n: int, k: int) -> None:
+def eight_bit_weight(m: int, n: int, k: int, native: bool | None = None) -> None:
     x, ws = bf16(m, k), [quantize(bf16(n, k), ROW_W) for _ in range(beyond_cache(n, k))]
 
     def us(tiling: row_gemm.Tiling) -> float:
-        return in_turn(lambda w: weight_only.weight_only_mm(x, w.data, w.scale, ROW, None, None, tiling), ws)
+        return in_turn(lambda w: weight_only.weight_only_mm(x, w.data, w.scale, ROW, None, None, tiling, native), ws)
 
     many = product((64, 128), (128, 256) if m <= 32 else (64, 128), (3, 4), (4, 8), (1, 2))
     tilings = product((4, 8, 16), (512, 1024), (3, 4), (4,), (1,)) if m == 1 else many
@@ -185,12 +187,12 @@ KERNELS: dict[str, tuple[str, Callable[..., None]]] = {  # and the rows (tokens,
 BY_SHAPE = KERNELS.keys() - {"grouped", "grouped-rows", "cache"}
 
 
-@benchmark(kernel=KERNELS, shapes=sized(4, 1), rows="")
+@benchmark(kernel=KERNELS, shapes=sized(4, 1), rows="", bytes=False)
 def main(options: Options) -> None:
     rows, tune = KERNELS[options.kernel]
     by_shape = llama.SHAPES[-options.shapes :] if options.kernel in BY_SHAPE else ((0, 0),)
     for m in [int(each) for each in (options.rows or rows).split(",")][: sized(None, 1)]:
         for n, k in by_shape:
             print(f"{m} x {n} x {k}" if n else m, flush=True)
-            tune(m, n, k)
+            tune(m, n, k, **{"native": False} if options.bytes else {})
             torch.cuda.empty_cache()

@@ -132,7 +132,6 @@ def step(model: nn.Module, shape: Shape) -> Callable[[], list[Tensor]]:
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    torch._dynamo.config.recompile_limit = 64  # the modes share the code of their blocks
     modes = [mode for mode in MODES if "torchao" not in mode or record.installed("torchao")]
     result: dict[str, Any] = {"shape": vars(shape), "conversion": {}, "peak_bytes": {}, "db": {}}
     reference: list[Tensor] = []
@@ -233,9 +232,8 @@ class Training:
             module.compile()
 
     def __call__(self, batch: int = 0) -> None:
-        y: Any = self.model(
-            **self.kind.inputs(self.model, batch or self.kind.batches[0], device=DEVICE, dtype=self.dtype)
-        )
+        inputs = self.kind.inputs(self.model, batch or self.kind.batches[0], device=DEVICE, dtype=self.dtype)
+        y: Any = self.model(**inputs)
         getattr(y, "sample", y).float().square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

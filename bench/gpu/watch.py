@@ -2,17 +2,20 @@
 
 Two models with the same weights, one of them watched, take turns: a step that is not sampled, one with a brief sample,
 one with a full sample, and as many steps in a row as the default interval has. The limits are 2 % of a step at the
-default interval, and 1 % of the peak memory. Outputs must be equal bit for bit.
+default interval, and 1 % of the peak memory. Outputs must be equal bit for bit. So must the gradients of a small stack
+with deterministic algorithms: otherwise the backward pass of flash attention differs from call to call.
 
     python -m bench.gpu.watch         2 minutes: most of it compiles
 """
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from bench.gpu.harness import Options, Results, allocated, benchmark, interleaved, peak_of, show, summary
+from bench.gpu.harness import Options, Results, allocated, benchmark, interleaved, peak_of, show, sized, summary
 from bench.gpu.modes import FUSED
 from bench.gpu.stack import CONFIG, Runner
 from octavo.watching.collection import CHECK_INTERVAL, Watch, watch
@@ -56,11 +59,7 @@ def measure(mode: str = FUSED, *, many: int = INTERVAL, **options: Any) -> dict[
     plain = Runner(mode, **options)
     least, before = peak_of(plain.step, before), allocated()
     watched = WatchedRunner(mode, **options)
-    single = {
-        UNSAMPLED: watched.every(NEVER, NEVER),
-        BRIEF: watched.every(NEVER, 1),
-        FULL: watched.every(1, NEVER),
-    }
+    single = {UNSAMPLED: watched.every(NEVER, NEVER), BRIEF: watched.every(NEVER, 1), FULL: watched.every(1, NEVER)}
     peaks = [peak_of(step, before) for step in single.values()]
     assert torch.equal(plain.step()[0], watched.step()[0])
     rows = [(name, step, 12, 4) for name, step in single.items()]
@@ -75,10 +74,34 @@ def measure(mode: str = FUSED, *, many: int = INTERVAL, **options: Any) -> dict[
     return {"interval": INTERVAL, "ms": ms, "memory": memory}
 
 
+def small_equality(mode: str = FUSED, **options: Any) -> dict[str, bool]:
+    """Whether outputs and gradients of a small stack are equal: twice without a watch, and without and with one."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain, watched = Runner(mode, **options), WatchedRunner(mode, **options)
+        watched.every(1, 1)()  # the next step is sampled
+        first, second, third = (everything(runner) for runner in (plain, plain, watched))
+        watched.watch.close()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    pairs = {"repeated": zip(first, second, strict=True), "watched": zip(first, third, strict=True)}
+    return {name: all(torch.equal(a, b) for a, b in each) for name, each in pairs.items()}
+
+
+def everything(runner: Runner) -> list[torch.Tensor]:
+    """The output, the gradient of the input, and those of the weights."""
+    found = [*runner.run(), *(p.grad for p in runner.model.parameters() if p.grad is not None)]
+    runner.drop()
+    return found
+
+
 @benchmark()
 def main(_: Options) -> Results:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic GEMMs need it
     dynamo: Any = torch._dynamo.config
     dynamo.automatic_dynamic_shapes = False  # the large stack must not be compiled for any number of tokens
+    equal = small_equality(config=replace(CONFIG, layers=1), tokens=sized(1024, 32))
+    assert all(equal.values()), equal
     result = measure()
     show(result)
-    yield "gpu_watch", {"layers": CONFIG.layers, **result}
+    yield "gpu_watch", {"layers": CONFIG.layers, "equal": equal, **result}

@@ -27,6 +27,7 @@ STACK = {  # modes of gpu_stack.json: recipe, whether Octavo's own blocks, wheth
     "ours plain: tensorwise, compile": ("tensorwise", False, ""),
     "ours plain: rowwise_dw_bf16, compile": ("rowwise_dw_bf16", False, ""),
     "ours plain: blockwise, compile": ("blockwise", False, ""),
+    "ours plain: delayed, compile": ("delayed", False, ""),
 }
 SERVED = [  # results, key, GPU, mode, scheme, batch, context, and the dtypes of keys and values and of attention
     ("gpu_serve", "prefill", "h100", BASE, "bf16", 1, 8192, "bf16", "bf16"),
@@ -88,9 +89,8 @@ def stack_errors(results: dict[str, Result]) -> Rows:
     """Time and peak memory of the layer stack; its weights are BF16, and it has no optimizer."""
     rows = {row["mode"]: row for row in results["gpu_stack"]["modes"]}
     for mode, (recipe, fused, fitted) in STACK.items():
-        plan = training(
-            "llama-3-8b", recipe, "h100", layers=4, fused=fused, blocks_alone=True, batch=1, context=8192
-        )  # fmt: skip
+        shape: dict[str, Any] = {"layers": 4, "batch": 1, "context": 8192}
+        plan = training("llama-3-8b", recipe, "h100", fused=fused, blocks_alone=True, **shape)
         ms, gb = milliseconds(plan, rows[mode]["median"]), gigabytes(plan, rows[mode]["peak_gb"])
         yield {"mode": mode, "fitted": fitted or "nothing", "ms": ms, "gb": gb}
 

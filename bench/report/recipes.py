@@ -75,11 +75,8 @@ def choice(found: Result) -> Rows:
     able = allowed(found)
     fastest, leanest = best(able, lambda name: speed(found, name)), best(able, lambda n: 1 / relative_memory(found, n))
     yield {"wish": "speed", "recipe": fastest, "because": f"{number(speed(found, fastest))} of BF16's speed"}
-    yield {
-        "wish": "little memory",
-        "recipe": leanest,
-        "because": f"{number(relative_memory(found, leanest))} of BF16's",
-    }
+    peak = number(relative_memory(found, leanest))
+    yield {"wish": "little memory", "recipe": leanest, "because": f"{peak} of BF16's"}
     for gemm in GEMMS:
         quantized = [name for name in allowed(found) if found["recipes"][name]["gemms"][gemm] != "bf16"]
         closest = max(quantized, key=lambda name: float(found["errors"]["recipes"][name][gemm]["median"]))
@@ -140,11 +137,8 @@ def recipes_by_gpu() -> Rows:
     rows = [(f"`{recipe.name}`", recipe, gemm_backends) for recipe in presets if recipe.quantized]
     for recipe in (rowwise(), blockwise(), mxfp8()):
         rows.append((f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends))
-    yield from (
-        {"recipe": name, "gpu": gpu.name, "gemm": recipe_on(gpu, recipe, find)}
-        for name, recipe, find in rows
-        for gpu in SHOWN
-    )
+    for name, recipe, find in rows:
+        yield from ({"recipe": name, "gpu": gpu.name, "gemm": recipe_on(gpu, recipe, find)} for gpu in SHOWN)
 
 
 def recipe_on(

@@ -4,7 +4,6 @@ import json
 import logging.config
 import math
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +199,9 @@ def loss_of(folder: Path, mode: str, order: int, form: str) -> float:
 
 
 def test_the_gaps_are_computed_from_the_files(folder: Path, found: dict[str, Any]) -> None:
-    loss = partial(loss_of, folder)
+    assert all(row["finite"] for row in found["modes"].values())
     for form in ("bf16", "fp8"):
-        gaps = [loss("rowwise", order, form) / loss("bf16", order, "bf16") - 1 for order in (7, 8)]
+        gaps = [loss_of(folder, "rowwise", each, form) / loss_of(folder, "bf16", each, "bf16") - 1 for each in (7, 8)]
         row = found["modes"]["rowwise"][form]
         assert row["by_order"] == pytest.approx(gaps, abs=1e-12)
         half = scipy.stats.t.interval(0.95, 1, 0, scipy.stats.sem(gaps))[1]
@@ -210,7 +209,7 @@ def test_the_gaps_are_computed_from_the_files(folder: Path, found: dict[str, Any
         assert row["steps"] == pytest.approx(row["gap"] / found["slope"])
     assert found["modes"]["twin"]["bf16"]["half"] is None  # of one order
     assert found["modes"]["bf16"]["fp8"]["by_order"] == pytest.approx(
-        [loss("bf16", order, "fp8") / loss("bf16", order, "bf16") - 1 for order in (7, 8)], abs=1e-12
+        [loss_of(folder, "bf16", each, "fp8") / loss_of(folder, "bf16", each, "bf16") - 1 for each in (7, 8)], abs=1e-12
     )
 
 
@@ -295,7 +294,7 @@ def test_every_figure_of_the_page_is_recomputed_from_the_runs(folder: Path, foun
     for mode, name, orders in (("rowwise", "`rowwise`", (7, 8)), ("twin", loss.NAMES["twin"], (7,))):
         line = next(line for line in page.splitlines() if f"| {name} | {len(orders)} |" in line)
         for form, cell in zip(("bf16", "fp8"), line.split(" | ")[3:5], strict=True):
-            gaps = [loss_of(folder, mode, order, form) / loss_of(folder, "bf16", order, "bf16") - 1 for order in orders]
+            gaps = [loss_of(folder, mode, each, form) / loss_of(folder, "bf16", each, "bf16") - 1 for each in orders]
             own = scipy.stats.t.interval(0.95, 1, 0, scipy.stats.sem(gaps))[1] if gaps[1:] else None
             half = "(one order)" if own is None else f"± {own:.3%}"  # the deviation of one recipe is its own
             assert cell == f"{statistics.fmean(gaps):+.3%} {half}"

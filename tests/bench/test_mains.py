@@ -34,7 +34,7 @@ from octavo.inference.packed_linear import fuse
 from octavo.inference.transformers_cache import CACHE
 from octavo.models.llama import rope_tables
 from octavo.rates.measured import find_gpu
-from octavo.speed import Cell, Generate, Grid
+from octavo.speed import Cell, Grid
 
 ROOT = Path(__file__).parents[2]
 MAINS = sorted(
@@ -126,6 +126,7 @@ def test_wrong_results_end_a_benchmark(capsys: pytest.CaptureFixture[str], monke
 
 def test_cells_of_another_commit_are_measured_again(results: Path) -> None:
     assert layer.measured_before() == []
+    assert len(set(layer.order())) == 216
     path = record.write("gpu_layer", {"cells": [{"m": 16}]})
     for change, expected in (({}, [{"m": 16}]), ({"measured": "2020-01-01"}, [{"m": 16}]), ({"commit": "other"}, [])):
         found = json.loads(path.read_text())
@@ -155,6 +156,7 @@ def test_a_mode_in_fp8_is_near_bf16_and_its_step_leaves_no_gradient() -> None:
 
 
 def test_the_watch_of_a_stack_changes_no_bit() -> None:
+    assert watch.small_equality(FUSED_EAGER, config=BLOCKS, tokens=16) == {"repeated": True, "watched": True}
     watch.measure(FUSED_EAGER, many=1, config=BLOCKS, tokens=16)
 
 
@@ -169,8 +171,7 @@ def test_ways_take_turns() -> None:
             order.append((name, tokens))
             return torch.arange(tokens).expand(len(ids), -1)
 
-        made: Generate = call
-        return generate.Way(name, made, baseline=baseline)
+        return generate.Way(name, call, baseline=baseline)
 
     rows = generate.measure_cell([way("a", False), way("b", True)], Cell(2, 8), Grid([2], [8], 4, 3), 256)
     assert [row["way"] for row in rows] == ["a", "b"]
@@ -262,6 +263,17 @@ def test_every_configuration_of_a_plan_fits_its_gpu() -> None:
             wanted = dict(zip(("gpus", "recipe", "checkpointing"), each, strict=True))
             unmeasured = plan.with_plan({"model": name, **wanted, "gpu": "h200", "error": "not run"})
             assert unmeasured["planned"]["peak_bytes"] < find_gpu("h200").memory
+
+
+def test_a_run_of_a_plan_measures_what_the_result_lacks(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(plan, "measure", lambda config, gpus: called.append(gpus) or {"seconds": 1.0})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for words in (["--only", "2"], ["--missing"], ["--missing"]):
+        plan.main(words)
+    assert called == [2, 2, 1, 1, 1, 1]
+    rows = json.loads((results / "gpu_plan_8b.json").read_text())["rows"]
+    assert [plan.configuration_of(row) for row in rows] == plan.CONFIGURATIONS
 
 
 @pytest.fixture

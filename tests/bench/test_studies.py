@@ -4,8 +4,8 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import scipy.stats
@@ -46,9 +46,7 @@ def test_each_study_trains_and_is_merged(name: str, tmp_path: Path) -> None:
     study = tiny(STUDIES[name], emulate=True)
     runs.train_all(study, [(mode, seed) for seed in (0, 1) for mode in ("bf16", "rowwise")], tmp_path)
     result = runs.merge(tmp_path)
-    assert [(run["mode"], run["seed"]) for run in result["runs"]] == [
-        (mode, seed) for mode in ("bf16", "rowwise") for seed in (0, 1)
-    ]
+    assert [(run["mode"], run["seed"]) for run in result["runs"]] == [*product(("bf16", "rowwise"), (0, 1))]
     assert result["tokens"] == 4 * 4 * 16
     assert [point["step"] for point in result["runs"][0]["evaluations"]] == ([1, 2, 3, 4] if name == "300m" else [4])
     gap = result["gaps"]["rowwise"]
@@ -58,6 +56,7 @@ def test_each_study_trains_and_is_merged(name: str, tmp_path: Path) -> None:
     for run in result["runs"]:
         assert run["tokens_per_second"] == pytest.approx(4 * 4 * 16 / run["evaluations"][-1]["seconds"])
         assert run["final"] == result["losses"][run["mode"]][str(run["seed"])]
+    assert runs.early(result) == ""
 
 
 def test_every_mode_starts_from_the_same_weights_and_batches(data: Corpus, study: Study) -> None:
@@ -85,6 +84,16 @@ def test_gradients_in_fp8_are_off_by_what_fp8_costs(
         runs.gradient_errors(learners, tokens)
 
 
+def test_a_run_that_is_stopped_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
+    study, found = tiny(STUDIES["300m"])._replace(evaluations=2), {}
+    for stop in (2, 2, 4):  # the second time nothing is left to train
+        runs.train_all(study._replace(stop=stop), [("bf16", 0)], tmp_path)
+        found[stop] = json.loads(runs.path_of(tmp_path, "bf16", 0).read_text())["evaluations"]
+        assert found[stop][-1]["step"] == stop
+        assert runs.early(runs.merge(tmp_path)) == ("_2" if stop == 2 else "")
+    assert [point["loss"] for point in found[2]] == [point["loss"] for point in found[4]][:1]
+
+
 def test_a_run_that_is_there_is_not_repeated(trained: Path, study: Study) -> None:
     files = {path: path.stat().st_mtime_ns for path in trained.iterdir()}
     runs.train_all(study, [("mxfp8", 1)], trained)
@@ -107,20 +116,13 @@ def test_delayed_scaling_begins_anew_with_each_seed(trained: Path, tmp_path: Pat
     assert alone == after != json.loads(runs.path_of(trained, name, 0).read_text())["final"]
 
 
-@pytest.mark.parametrize(
-    ("kept", "change", "message"),
-    [
-        (("rowwise-0",), {}, "those of bf16 among them"),
-        (("bf16-0", "rowwise-0"), {"settings": {}}, "the same settings"),
-    ],
-)
-def test_runs_that_cannot_be_compared_are_not_merged(
-    trained: Path, tmp_path: Path, kept: tuple[str, ...], change: dict[str, Any], message: str
-) -> None:
-    for name in kept:
-        run = json.loads((trained / f"{name}.json").read_text())
-        (tmp_path / f"{name}.json").write_text(json.dumps(run | (change if name == "bf16-0" else {})))
-    with pytest.raises(ValueError, match=message):
+def test_runs_that_cannot_be_compared_are_not_merged(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "rowwise-0.json").write_bytes((trained / "rowwise-0.json").read_bytes())
+    with pytest.raises(ValueError, match="those of bf16 among them"):
+        runs.merge(tmp_path)
+    run = json.loads((trained / "bf16-0.json").read_text()) | {"settings": {}}
+    (tmp_path / "bf16-0.json").write_text(json.dumps(run))
+    with pytest.raises(ValueError, match="the same settings"):
         runs.merge(tmp_path)
 
 

@@ -122,7 +122,8 @@ def row(mode: str, runs: dict[Key, Run], curve: Run) -> dict[str, Any]:
     gaps = {form: gap(pairs, form, "bf16", curve) for form in forms}
     if mode == "rowwise":
         gaps["fp8_to_served_bf16"] = gap(pairs, "fp8", "fp8", curve)
-    return {"orders": orders, "converted": pairs[0][0]["converted"], **gaps}
+    finite = all(math.isfinite(loss) for run, _ in pairs for loss in run["losses"])
+    return {"orders": orders, "converted": pairs[0][0]["converted"], "finite": finite, **gaps}
 
 
 def gap(pairs: Sequence[tuple[Run, Run]], form: str, base_form: str, curve: Run) -> dict[str, Any]:
