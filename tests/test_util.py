@@ -35,12 +35,11 @@ class PanicException(BaseException):
     ],
 )
 def test_a_fault_in_a_file_names_it(fault, essential):
-    def read():
-        with util.reading("model/config.json", "the description of a model", ArtifactError):
-            raise fault
-
-    with pytest.raises(ArtifactError) as caught:
-        read()
+    with (
+        pytest.raises(ArtifactError) as caught,
+        util.reading("model/config.json", "the description of a model", ArtifactError),
+    ):
+        raise fault
     assert str(caught.value) == f"model/config.json is not the description of a model ({essential})"
     assert caught.value.__cause__ is fault
 
@@ -57,12 +56,8 @@ def test_a_fault_in_a_file_names_it(fault, essential):
     ],
 )
 def test_what_names_the_file_or_is_no_fault_of_it_is_raised_as_it_is(fault):
-    def read():
-        with util.reading("model/config.json", "the description of a model"):
-            raise fault
-
-    with pytest.raises(type(fault)) as caught:
-        read()
+    with pytest.raises(type(fault)) as caught, util.reading("model/config.json", "the description of a model"):
+        raise fault
     assert caught.value is fault
 
 

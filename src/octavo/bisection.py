@@ -186,7 +186,6 @@ class Search:
                 return
 
     def _find_layers(self, group: Trial, whole: Trial) -> Iterator[Trial]:
-        """The smallest groups within `group` that cause the gap."""
         layers = group.part.layers or ()
         for halves in _halves(layers):
             causes = []

@@ -188,7 +188,6 @@ def formats_command(
 
 
 def _number(text: str) -> float | None:
-    """The number that a word spells, None for a word that spells none."""
     try:
         return float(text)
     except ValueError:

@@ -188,7 +188,6 @@ def _print_updates(report: PackReport) -> None:
 
 
 def _say_readers(layout: str) -> None:
-    """Say which program alone reads a layout, for one that transformers does not read."""
     from octavo.checkpoint.layouts import LAYOUTS
 
     if readers := LAYOUTS[layout].readers:
@@ -196,7 +195,6 @@ def _say_readers(layout: str) -> None:
 
 
 def _layers(given: list[str]) -> dict[str, str]:
-    """Parse GLOB=SCHEME options."""
     if wrong := [text for text in given if "=" not in text]:
         raise ValueError(f"--layer takes GLOB=SCHEME, such as '*.down_proj=channel', got {wrong[0]!r}")
     pairs = [(glob, name) for glob, _, name in (text.rpartition("=") for text in given)]
@@ -442,7 +440,6 @@ def calibrate_command(
 
 
 def _print_outliers(found: Calibration) -> None:
-    """Print the sites with the largest ratio of the amax to a high percentile."""
     from octavo.calibration.site_statistics import PERCENTILES
 
     high = PERCENTILES[-1]

@@ -178,7 +178,6 @@ def _show(labels: list[str], columns: list[dict[str, str]]) -> None:
 
 
 def _show_runs(plans: Sequence[TrainingPlan], budget: float, price: float | None) -> None:
-    """The cheapest runs that end in time."""
     rows = [
         {
             "GPUs": str(plan.gpus), "recipe": plan.setup.recipe.name,
@@ -275,7 +274,6 @@ def _serving(plan: ServingPlan) -> dict[str, str]:
 
 
 def _show_schemes(plans: Sequence[ServingPlan]) -> None:
-    """The same model by each packing scheme."""
     wide = plans[0]
     rows = [
         {
@@ -316,7 +314,6 @@ def _waiting_remarks(labels: Sequence[str], plans: Sequence[TrainingPlan]) -> li
 
 
 def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
-    """Where the figures come from."""
     found = []
     for plan in {plan.setup.gpu.key: plan for plan in plans}.values():
         gpu = plan.setup.gpu

@@ -173,7 +173,6 @@ def _settings(path: Path | None, checkpoint: Path | None, words: list[str]) -> C
 
 
 def _print_run(run: ShortRun, count: int) -> None:
-    """One line on standard error for each short run that ends."""
     from octavo.train.processes import rank
 
     if rank() == 0:
@@ -222,7 +221,6 @@ def _advice(gap: Trial, least: float) -> str:
 
 
 def _remedies(found: Bisection) -> list[str]:
-    """The settings that keep the causes in BF16, and the gap that is left with them."""
     from octavo.bisection import Part
 
     finding, gemms = found.finding, found.finding.whole.part.gemms

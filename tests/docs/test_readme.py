@@ -38,7 +38,8 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
         linked = (ROOT / page).parent / path if path else ROOT / page
         assert linked.exists(), target
         if heading:
-            slugs = [slug(line) for line in linked.read_text().splitlines() if line.startswith("#")]
+            headings = [line.lstrip("# ").lower() for line in linked.read_text().splitlines() if line.startswith("#")]
+            slugs = [re.sub(r"[^\w\- ]", "", each).replace(" ", "-") for each in headings]  # as GitHub makes anchors
             assert heading in slugs, target
 
 
@@ -57,11 +58,6 @@ def test_the_index_page_of_the_package_has_absolute_links() -> None:
     raw, page = "https://raw.githubusercontent.com/OWNER/octavo/main", "https://github.com/OWNER/octavo/blob/main"
     assert f"]({raw}/docs/performance/gains.svg)" in described
     assert f"[how]({page}/docs/scaling.md)" in described
-
-
-def slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
 
 
 def test_pre_commit_has_the_ruff_of_the_environment() -> None:

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_examples import SIZES, offsets_of, rows_of
+from grouped_examples import SIZES, offsets_of, results, rows_of
 from metrics import sqnr
 from tiny_models import built
 from torch import Tensor, nn
@@ -36,16 +36,6 @@ def given(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, 
     score[:, 3] = -1
     x, dy = (torch.randn(TOKENS, K).to(dtype) for _ in range(2))
     return x.requires_grad_(), score.topk(TOP_K).indices, torch.rand(TOKENS, TOP_K, requires_grad=True), dy
-
-
-def results(module: Experts, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
-    """The output, and the gradients of x, the weights and both matrices."""
-    leaves = (x, weight, module.gate_up_proj, module.down_proj)
-    for leaf in leaves:
-        leaf.grad = None
-    y = module(x, index, weight)
-    y.backward(dy)
-    return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def oracle(module: Experts, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:

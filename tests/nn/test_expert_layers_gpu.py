@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_memory import no_waits, poison
+from grouped_examples import results
 from hopper import ONLY_HOPPER
 from metrics import sqnr
 from torch import Tensor
@@ -30,16 +31,6 @@ def example(shape: str) -> tuple[Experts, tuple[Tensor, ...]]:
         x, dy = (torch.randn(t, k).bfloat16() for _ in range(2))
         weight = torch.rand(t, top_k, requires_grad=True)
     return module, (x.requires_grad_(), score.topk(top_k).indices, weight, dy)
-
-
-def results(module: Experts, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
-    leaves = (x, weight, module.gate_up_proj, module.down_proj)
-    for leaf in leaves:
-        leaf.grad = None
-    poison()
-    y = module(x, index, weight)
-    y.backward(dy)
-    return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -167,17 +167,12 @@ def test_the_eps_of_a_norm_decides_in_rows_as_small_as_its_root(eps):
     check("norm_quantize", (x, None, torch.ones(130), None, eps, ROW, False, True), repeats=1)
 
 
-def rows_of_many_sizes(seed: int) -> Tensor:
-    """BF16, on the GPU, over 12 octaves."""
-    torch.manual_seed(seed)
-    sizes = torch.exp2(torch.randint(-12, 1, (8192, 1), device="cuda"))
-    return (torch.randn(8192, 4096, device="cuda") * sizes).bfloat16()
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_large_matrices_again_and_again(seed):
     """A race between the warps of a program, or a lost store, shows in one run of many, each over new data."""
-    x = rows_of_many_sizes(seed)
+    torch.manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-12, 1, (8192, 1), device="cuda"))  # over 12 octaves
+    x = (torch.randn(8192, 4096, device="cuda") * sizes).bfloat16()
     weight, shift = torch.rand(4096, device="cuda"), torch.randint(0, 24, (8192,), dtype=torch.int32, device="cuda")
     row, column = 1 + torch.rand(8192, 1, device="cuda"), torch.rand(1, 4096, device="cuda")
     floors = Cast(relative_floor=2.0**-8), Cast(relative_floor=2.0**-4, scale="pow2")

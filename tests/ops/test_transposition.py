@@ -14,11 +14,6 @@ KINDS = {FORMATS[name].dtype: ML_DTYPES[name] for name in FP8}
 SHAPES = [(1, 1), (1, 8), (8, 1), (3, 5), (17, 130), (129, 257), (0, 7), (7, 0)]
 
 
-def every_byte(dtype: torch.dtype, rows: int) -> torch.Tensor:
-    """[rows, 256]: all codes of the format in each row."""
-    return torch.arange(256, dtype=torch.uint8).repeat(rows, 1).view(dtype)
-
-
 def random_bytes(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     torch.manual_seed(0)
     return torch.randint(256, shape, dtype=torch.uint8).view(dtype)
@@ -42,7 +37,7 @@ def test_shift_divides_each_row_by_a_power_of_two_and_rounds_once(dtype):
     NaN and the infinities of E5M2 stay what they are: their bytes never become those of a number.
     """
     shifts = torch.tensor([0, 1, 2, 3, 4, 7, 10, 17, 18, 31, 32, 40, 126, 127, 200, 2**31 - 1], dtype=torch.int32)
-    data = every_byte(dtype, len(shifts))
+    data = torch.arange(256, dtype=torch.uint8).repeat(len(shifts), 1).view(dtype)
     with np.errstate(invalid="ignore", under="ignore"):
         wide = data.view(torch.uint8).numpy().view(KINDS[dtype]).astype(np.float64)
         expected = np.ldexp(wide, -np.minimum(shifts.numpy(), 500)[:, None]).astype(KINDS[dtype])

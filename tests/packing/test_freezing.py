@@ -99,18 +99,14 @@ def test_a_packed_folder_is_frozen_as_its_model_in_memory(bf16, data, tmp_path, 
 
 def test_scales_of_a_converted_model_are_packed(bf16, data, tmp_path):
     model = open_theirs(bf16)
-    octavo.convert(model, octavo.Recipe("no margin", *three_delayed()))
+    cast = octavo.Cast(granularity=octavo.numerics.Granularity(None, None), history=octavo.numerics.History())
+    octavo.convert(model, octavo.Recipe("no margin", *[octavo.Gemm(cast, cast)] * 3))
     scales = octavo.scales.freeze_scales(model, batches(bf16, data))
     pack(bf16, tmp_path / "out", input_scales=scales, share=False)
     packed = stored(tmp_path / "out")
     for name, scale in scales.items():
         assert torch.equal(packed[f"{name}.input_scale"], scale)
     assert distance(outputs(model.eval()), outputs(load_packed(tmp_path / "out").model)) < 1e-2
-
-
-def three_delayed():
-    cast = octavo.Cast(granularity=octavo.numerics.Granularity(None, None), history=octavo.numerics.History())
-    return octavo.Gemm(cast, cast), octavo.Gemm(cast, cast), octavo.Gemm(cast, cast)
 
 
 def test_what_cannot_be_frozen(made, bf16, data, tmp_path):

@@ -122,23 +122,18 @@ def planned(kind: str, recipe: str, mode: str, *, compiled: bool = False, fp8_at
     return saved_bytes(WithFp8Attention(**vars(setup)) if fp8_attention else setup, model.blocks[0])
 
 
+RECIPES = ["bf16", "rowwise", "tensorwise", "rowwise_dw_bf16", "rowwise_forward", "groupwise"]
+BLOCKS = [(kind, recipe, False) for kind in ("gpt2", "llama") for recipe in RECIPES]
+BLOCKS += [("llama", "bf16", True), ("llama", "rowwise", True), ("gpt2", "rowwise", True)]
+
+
 @CHECKPOINTING
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "tensorwise", "rowwise_dw_bf16", "rowwise_forward", "groupwise"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_block_saves_what_is_planned(kind, recipe, mode):
-    block = held(kind, recipe, mode)
+@pytest.mark.parametrize(("kind", "recipe", "fp8_attention"), BLOCKS)
+def test_a_block_saves_what_is_planned(kind, recipe, fp8_attention, mode):
+    block = held(kind, recipe, mode, fp8_attention=fp8_attention)
     if kind == "llama" and mode == "none" and recipe != "rowwise":
         block -= 2 * 4 * WIDTH * TOKENS  # nn.RMSNorm on the CPU is several operations, and saves one tensor more
-    assert planned(kind, recipe, mode) == pytest.approx(block, rel=0.05)
-
-
-@CHECKPOINTING
-@pytest.mark.parametrize(("kind", "recipe"), [("llama", "bf16"), ("llama", "rowwise"), ("gpt2", "rowwise")])
-def test_a_block_with_attention_in_fp8_saves_what_is_planned(kind, recipe, mode):
-    block = held(kind, recipe, mode, fp8_attention=True)
-    if mode == "none" and recipe == "bf16":
-        block -= 2 * 4 * WIDTH * TOKENS  # as above
-    assert planned(kind, recipe, mode, fp8_attention=True) == pytest.approx(block, rel=0.05)
+    assert planned(kind, recipe, mode, fp8_attention=fp8_attention) == pytest.approx(block, rel=0.05)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "blockwise", "mxfp8", "groupwise"])

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from gemm_examples import PAIRS, PROMOTED, ROUNDOFF, row_norm, wide
+from gpu_memory import poison
 from torch import Tensor
 
 from octavo.numerics import FORMATS, QTensor
@@ -23,6 +25,18 @@ GROUPED_PAIRS = ["row", "strip-square", "strip-strip", "group64", "group32", "mx
 
 def offsets_of(sizes: list[int]) -> Tensor:
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+def results(module: Any, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
+    """The output of a module of experts, and the gradients of x, the weights and both matrices."""
+    leaves = (x, weight, module.gate_up_proj, module.down_proj)
+    for leaf in leaves:
+        leaf.grad = None
+    if x.is_cuda:
+        poison()
+    y = module(x, index, weight)
+    y.backward(dy)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def rows_of(sizes: list[int]) -> list[slice]:

@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Folders, make_model
-from verify_examples import change_config, run_verify
+from tiny_models import Folders, make_model, write_text
+from torch import Tensor
+from verify_examples import change_config, change_tensors, run_verify
 
+from octavo.calibration import calibrate
+from octavo.evaluation import PromptOptions
 from octavo.inference import packed_linear as gemm_path
 from octavo.inference.opening import load_packed
 from octavo.inference.packed_linear import PackedLinear
 from octavo.packing import convert_layout, pack
 from octavo.verification import readers
+from octavo.verification import verifier as pipeline
 from octavo.verification.readers import (
     BF16,
     BF16_LOOSE,
@@ -146,6 +151,56 @@ def test_few_tokens_of_a_mixture_may_take_another_expert(tmp_path: Path) -> None
         actual = factor * y
         actual[0, :tokens] = y[0, :tokens] + 0.5 * y[1, :tokens]
         assert (probe.judge("x", "1", actual, probe.bf16_factors, "").outcome == "agrees") == right
+
+
+# What a reader does to expert 3 of the bytes [E, 2F, K] and scales of a stack, gate above up.
+MISREAD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "nothing": lambda data, scale: None,
+    "a zero": lambda data, scale: data[3, : data.shape[1] // 2].zero_(),
+    "gate and up": lambda data, scale: [t[3].copy_(t[3].roll(t.shape[1] // 2, 0)) for t in (data, scale)],
+    "scales": lambda data, scale: scale[3].copy_(scale[2]),
+    "bytes": lambda data, scale: data[3].copy_(data[2]),
+}
+
+
+def differ(tensors: dict[str, Tensor]) -> None:
+    """The experts differ in size, their inputs are small, and the router gives expert 3 no token."""
+    tensors["model.layers.0.block_sparse_moe.gate.weight"][3] = 0
+    tensors["model.layers.0.post_attention_layernorm.weight"] *= 0.1
+    for e in range(16):
+        tensors[f"model.layers.0.block_sparse_moe.experts.{e}.w1.weight"] *= 1 + e / 4
+
+
+@pytest.mark.parametrize("scheme", ["channel", "tensor", "static", "block", "mx", "group64", "weight"])
+def test_a_reader_that_misreads_an_expert_that_no_token_reaches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16, "num_hidden_layers": 1}
+    change_tensors(make_model(tmp_path / "model", "mixtral", **sizes), differ)
+    calibrate(tmp_path / "model", [str(write_text(tmp_path / "text"))], tmp_path / "found", prompts=PromptOptions(16))
+    options = {"static": {"calibration": tmp_path / "found"}, "block": {"layout": "fp8"}}.get(scheme, {})
+    pack(tmp_path / "model", tmp_path / "out", scheme=scheme, experts=True, **options)
+
+    fill, faults = readers.fill, iter(MISREAD.values())
+
+    def misread(*arguments: Any) -> Any:
+        model, scales = fill(*arguments)
+        stack = model.model.layers[0].mlp.experts.gate_up_proj
+        next(faults)(*(t.view(torch.uint8) for t in (stack.weight, stack.weight_scale)))
+        return model, scales
+
+    def open_with_each(probe: Probe, device: str) -> Iterator[ReaderResult]:
+        yield from (readers.open_with_octavo(probe, "1", device) for _ in MISREAD)
+        if scheme not in ("mx", "group64"):  # transformers does not open experts in these
+            yield readers.open_with_transformers(probe, "5", device)
+
+    monkeypatch.setattr(readers, "fill", misread)
+    monkeypatch.setattr(pipeline, "try_readers", open_with_each)
+    right, *others = verify(tmp_path / "out").readers
+    wrong, theirs = others[: len(MISREAD) - 1], others[len(MISREAD) - 1 :]
+    assert {result.outcome for result in (right, *theirs)} == {"agrees"}
+    assert {result.outcome for result in wrong} == {"disagrees"}
+    assert all(result.note.startswith("expert 3 of model.layers.0.mlp.experts") for result in wrong)
 
 
 def test_what_a_reader_is_not_given() -> None:

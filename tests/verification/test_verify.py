@@ -305,6 +305,7 @@ SPECIAL = [
     *((name, {"scheme": "channel"}) for name in ("bert masked", "roberta", "gptneox", "gemma2", "jamba")),
     *((name, {"scheme": "channel"}) for name in ("olmo hybrid", "bamba", "xlm roberta masked", *UNFUSED)),
     *((name, {"scheme": "channel", "experts": True}) for name in ("phimoe", "laguna", "deepseekv32", "hunyuan moe")),
+    *((name, {"scheme": "weight"}) for name in ("mixtral", "glm4moe")),  # transformers keeps their experts in BF16
     *((name, {"scheme": "channel"}) for name in ("t5", "t5 trunk", "t5 encoder", "bart", "bart trunk")),
     *((name, {"scheme": "block", "layout": "fp8"}) for name in ("t5", "bart")),
 ]

@@ -116,13 +116,9 @@ def test_records_that_reach_the_limit_are_thinned_and_the_interval_doubles(tmp_p
     writer.write(*sample(8))
     assert steps_of(tmp_path) == [0, 2, 4, 6, 8]
     assert writer.interval == read_watch(tmp_path).interval == 100
-    assert before.operands["step"].tolist() == sample_steps(range(8))
+    assert before.operands["step"].tolist() == [step for step in range(8) for _ in range(6)]
     assert read_watch(tmp_path).operands["amax"][6:12].tolist() == sample(2)[0]["amax"].tolist()
     assert written(tmp_path, (), limit=8 * size, resumed_at=8).interval == 100
-
-
-def sample_steps(steps):
-    return [step for step in steps for _ in range(6)]
 
 
 def test_a_single_sample_beyond_the_limit_stays(tmp_path):

@@ -255,7 +255,6 @@ def _read_header(path: Path) -> tuple[dict[str, tuple[int, Tensor]], bool]:
 
 
 def _indexed(folder: Path, stem: str) -> dict[str, Path]:
-    """The file of each tensor, as the index of the folder has it."""
     index = folder / f"{stem}{INDEX_SUFFIX}"
     if not index.is_file():
         pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
@@ -361,7 +360,7 @@ def _create_file(path: Path, specs: Mapping[str, Tensor], metadata: Mapping[str,
     return {name: Place(path.name, data + start, specs[name].shape) for name, start in starts.items()}
 
 
-# ---- Checksums of tensors in files, so that a flipped bit is found where it is, without the model's source.
+# ---- Checksums of tensors in files, which find a flipped bit without the model's source; checks of their numbers.
 #
 # The writer counts the CRC-32 of each part of a tensor that it writes. A reader checks each such part that it reads
 # whole, unless another program has written the file since.
@@ -410,9 +409,6 @@ class Checksums:
                         "Copy the file again, make it again, or take an earlier checkpoint"
                     )
         return read
-
-
-# ---- Checks of the numbers in tensors, on the device of the tensors.
 
 
 def is_finite(tensor: Tensor) -> Tensor:

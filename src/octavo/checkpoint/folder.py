@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from octavo.checkpoint.files import SUFFIX, ArtifactError, check_path, read_json, replace_file
 from octavo.util import build, hub_hint, reading
 
-# ---- One writer a folder: a run or an output folder belongs to one program at a time.
+# ---- A folder, of a run or of output, has one writer at a time; one of output appears whole or not at all.
 #
 # The lock of FOLDER is the file .FOLDER.lock beside it, held with flock(2) and removed at the end. The operating system
 # gives the lock up when its program ends, however it ends, so the file that a killed program leaves behind locks
@@ -121,9 +121,6 @@ def _describe(content: bytes) -> str:
         return f"process {holder['pid']} on {holder['host']} ({holder['command']}), since {holder['since']},"
     except (ValueError, KeyError, TypeError):
         return "another program"  # it has only just taken the lock
-
-
-# ---- A folder that appears whole or not at all.
 
 
 class WriteError(RuntimeError):
@@ -283,7 +280,6 @@ def copy_description(source: Path, target: Path) -> None:
 
 
 def _modules(source: Path) -> Iterator[str]:
-    """The folders of the modules that follow the model."""
     listed = source / MODULES
     if not listed.is_file():
         return

@@ -149,7 +149,6 @@ def _point_at_experts(targets: dict[Scheme, list[str]], schemes: Mapping[str, Sc
 
 
 def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Scheme]]:
-    """The targets and the scheme of each of the `config_groups`."""
     path, groups = "quantization_config.config_groups", found.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
         raise ArtifactError(f"{where}: {path} must hold groups, got {groups!r}")
@@ -418,14 +417,10 @@ class Packing:
         return found
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
-        """Convert the tensor `name` (its name in memory) from its form in a file to its form in memory."""
         if is_kv_scale(name):
             return read_number(tensor)
         scheme = self.schemes.get(name.rpartition(".")[0]) if name.endswith(SCALE_ENDINGS) else None
         return tensor if scheme is None else read_scale(tensor, name.rpartition(".")[2], scheme)
-
-
-# ---- config.json, with its `quantization_config`.
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -94,7 +94,6 @@ class PackedTensors:
             self._check(name, scheme)
 
     def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
-        """The scales of a cache, checked, and their names in the files."""
         disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.names_in_memory(name)))]
         found = packing.from_files({name: self.reader.get(name) for name in disks})
         required = kv_tensors(linears, packing.kv_cache)

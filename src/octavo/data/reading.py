@@ -351,7 +351,6 @@ def _write_conversation(messages: Any, field: str, where: str, chat: Chat | None
 
 
 def _rows(path: Path, text: str, report: ReadReport) -> Iterator[Row]:
-    """The rows of a file that holds one JSON object a line."""
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue

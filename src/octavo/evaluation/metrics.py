@@ -164,9 +164,6 @@ def divergences(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1)
 
 
-# ---- Statistics.
-
-
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
     """The ratio sum a / sum n over prompts, with its interval."""
     count, total = len(numerators), math.fsum(denominators)

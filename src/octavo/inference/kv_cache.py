@@ -98,9 +98,6 @@ class Length:
         self.host = 0
 
 
-# ---- The keys and values of one layer.
-
-
 class LayerKVCache:
     """The keys and values of one layer, for inference: the buffers, `shape` [B, G, S, D], are overwritten in place.
 
@@ -298,7 +295,6 @@ class LayerKVCache:
 
 
 def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tensor:
-    """One scale a head, float32 [heads]."""
     if given is None:
         return torch.full((heads,), SMALLEST_SCALE, device=device)
     scale = given.detach().to(device=device, dtype=torch.float32).flatten()
@@ -308,9 +304,6 @@ def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tens
             f"{given.tolist()}"
         )
     return scale.expand(heads).clone()
-
-
-# ---- The keys and values of all layers.
 
 
 class Appended(NamedTuple):

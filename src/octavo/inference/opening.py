@@ -229,7 +229,6 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
 
 
 def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, Scheme]:
-    """The packed linear layers of the model that run in eight bits, with their schemes."""
     linears = {name: m for name, m in meta_model.model.named_modules() if isinstance(m, nn.Linear)}
     schemes = {name: packing.schemes.get(meta_model.file_name(name)) for name in linears}
     wide = meta_model.kept_wide(linears)
@@ -323,7 +322,6 @@ class ExpertLoading:
         return []
 
     def _reason(self, stack: str, weight: Any, schemes: Mapping[str, Scheme]) -> str:
-        """Why a stack [E, N, K] does not run in FP8, or ""."""
         parts = self._parts.get(stack, [])
         found = {schemes[name].name: schemes[name] for name in parts if name in schemes}
         if not found or any(name not in schemes for name in parts):

@@ -290,7 +290,7 @@ def left_padding(
     return torch.where(wrong, -1, first).int().view(-1, 1, 1, 1)
 
 
-# ---- The forward pass of a model of transformers over a cache of fixed size. Importing this imports transformers.
+# ---- The forward pass of a model of transformers over a cache of fixed size.
 
 
 class TransformersForward:

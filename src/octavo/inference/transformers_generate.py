@@ -81,7 +81,6 @@ class Accelerated:
         return parent._sample(input_ids, logits_processor, stopping_criteria, generation_config, **settings)
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own."""
         _say_once(self, "beams are asked for (num_beams)")
         parent: Any = super()
         return parent._beam_search(*args, **kwargs)
@@ -137,7 +136,6 @@ def _run(
 
 
 def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
-    """Raise an UncoveredError, which says why, for a call that the engine does not cover."""
     cache = kwargs.get(CACHE)
     unknown = sorted(name for name, value in kwargs.items() if name not in KNOWN and value is not None)
     reasons = {

@@ -136,7 +136,7 @@ def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: b
     return "product of activations", "no weight takes part: convert leaves it alone"
 
 
-# ---- The tables of a report of dtypes, as rows of text.
+# ---- The report of a trace: the operations, totals, and tables in which repeated modules are one row.
 
 
 _SILENT = ("cast", "copy")  # kinds without arithmetic
@@ -205,9 +205,6 @@ def _by_dtype(rows: Sequence[Row]) -> str:
     if casts := sum(each.kind == "cast" for each in operations):
         parts.append(plural(casts, "cast"))
     return ", ".join(parts)
-
-
-# ---- The report of a trace: the operations, totals, and tables in which repeated modules are one row.
 
 
 @dataclass(frozen=True)

@@ -135,5 +135,4 @@ def adaptable(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _kinds(names: Iterable[str]) -> list[str]:
-    """The last parts of names of layers."""
     return sorted({name.rpartition(".")[2] for name in names})

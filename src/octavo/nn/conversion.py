@@ -385,7 +385,6 @@ def _computes_as_mixtral(cls: Any) -> bool:
 
 
 def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
-    """Why experts with these weights stay in high precision, or ""."""
     if not runs_experts(recipe):
         return f"the recipe {recipe.name} has no grouped GEMM: rowwise, blockwise and mxfp8 have"
     if is_fsdp_module(module):

@@ -190,7 +190,6 @@ def _sum_up(
 
 
 def _kind(owner: nn.Module, name: str, parameter: Tensor) -> str:
-    """The kind of a parameter that FP8 does not compute."""
     for cls, kind in _KINDS:
         if isinstance(owner, cls):
             return kind if parameter.ndim > 1 else _OTHER

@@ -116,7 +116,6 @@ def observe_dy(
 def _arguments(
     q: QTensor | None, cast: Cast | None, history: ScaleHistory | None
 ) -> tuple[Tensor | None, Tensor | None, str, Tensor | None]:
-    """data, scale, spec and amax of `observe`."""
     if q is None or cast is None:
         return None, None, "", None
     return q.data, q.scale, cast.spec, history.pending if history is not None and history.ready else None

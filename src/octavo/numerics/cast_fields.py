@@ -66,7 +66,6 @@ def read_cast(values: object, where: str) -> Cast:
 
 
 def _kinds(cls: type) -> dict[str, Any]:
-    """The type of each field that the constructor of a dataclass takes."""
     types = typing.get_type_hints(cls)
     return {each.name: types[each.name] for each in fields(cls) if each.init}
 

@@ -109,7 +109,6 @@ def ordered_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, s
 
 
 def _attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """The attention in `dtype`, from the stored numbers to the result."""
     keys, values, k_scale, v_scale, length = cache
     (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
     if used > keys.shape[2]:

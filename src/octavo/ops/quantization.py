@@ -47,7 +47,6 @@ def quantize_reference(
 
 
 def _scale(amax: Tensor, cast: Cast) -> Tensor:
-    """The float32 scales of the blocks of a tensor."""
     if cast.scale == "e8m0_floor":
         return floor_scale(amax, cast.fmt)
     if cast.scale == "e4m3":

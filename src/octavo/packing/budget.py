@@ -39,9 +39,6 @@ from octavo.packing.options import PackOptions, choose_layers
 from octavo.packing.packer import PackJob, PackReport, pack_source
 from octavo.util import Progress, cache_argument, choose_device, no_progress
 
-# ---- A model in which any subset of the layers runs packed and the others in BF16, to measure the cost of packing
-# them.
-
 
 class PartlyPackedModel:
     """The model of `source` on `device`. Each of the layers that `options` pack runs in BF16, or with the bytes and the
@@ -92,12 +89,8 @@ class PartlyPackedModel:
 
 
 def _rounded(scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
-    """Keys and values, rounded to E4M3 as a cache stores them."""
     pairs = [(x, scale.to(x.device)) for x, scale in zip((k, v), scales, strict=True)]
     return [(widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype) for x, scale in pairs]
-
-
-# ---- The choice of the layers.
 
 
 @dataclass(frozen=True)

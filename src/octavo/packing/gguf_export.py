@@ -200,7 +200,6 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
 
 
 def _metadata(model: _Model) -> dict[str, Any]:
-    """The keys and values of the file, without those of its tokenizer."""
     arch, name = model.architecture, model.source.origin.name
     return {
         # transformers takes a Llama with the name "mistral" for an architecture of that name, which GGUF does not have.

@@ -282,7 +282,6 @@ def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> d
 
 
 def _schemes(names: Sequence[str], source: Source, options: PackOptions) -> dict[str, Scheme]:
-    """The scheme of each layer and expert: that of the first glob that matches it, or else the usual one."""
     usual = SCHEME_OF.get(source.recipe, "channel") if options.input_scales is None else STATIC.name
     default, layers = options.scheme or usual, options.layers
     for glob in layers:
@@ -292,9 +291,6 @@ def _schemes(names: Sequence[str], source: Source, options: PackOptions) -> dict
         name: get_scheme(next((scheme for glob, scheme in layers.items() if fnmatchcase(name, glob)), default))
         for name in names
     }
-
-
-# ---- The experts of a mixture that are packed.
 
 
 def choose_experts(source: Source, options: PackOptions) -> dict[str, tuple[int, ...]]:

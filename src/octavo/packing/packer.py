@@ -312,7 +312,6 @@ class WeightScales:
         return {name: scale for group in self._groups() for scale in [self._one_scale(group)] for name in group}
 
     def _groups(self) -> list[tuple[str, ...]]:
-        """The layers that readers fuse, if their scales are of whole tensors."""
         wholes = [module for module, how in self.schemes.items() if how.weight.granularity == TENSOR]
         return [group for group in groups(wholes) if len(group) > 1]
 
@@ -370,7 +369,6 @@ def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[s
 
 
 def _opening(name: str, architecture: str, layout: str, schemes: Sequence[str]) -> list[str]:
-    """The ways to open the folder."""
     writes = names_language_model(architecture)
     shell = [f'octavo generate {name} --prompt "Once"'] if writes else []
     if writes and not any(scheme.startswith("group") for scheme in schemes):  # float32 groups are not for vLLM

@@ -145,7 +145,6 @@ def convert_layout(
 
 
 def _open(folder: Path) -> PackedTensors:
-    """Open the packed folder, with a warning if its scales look reciprocal."""
     packed = PackedTensors(folder)
     if suspects := packed.suspects():
         warnings.warn(f"{folder}: {reciprocal_warning(suspects, len(packed.packing.schemes))}", stacklevel=3)
@@ -195,7 +194,6 @@ def _target(
 
 
 def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, Tensor, float]:
-    """The data and the scale of a layer in the new scheme, and the SQNR in dB."""
     old = packed.packing.schemes[name]
     data, scale = packed.stored(name)
     if new.weight == old.weight:

@@ -98,7 +98,6 @@ def _errors(blocks: Tensor, grid: Tensor, fmt: Format) -> Tensor:
 
 
 def _rounding(x: Tensor, fmt: Format) -> Tensor:
-    """The error of rounding float32 `x` to e4m3 or int8."""
     if fmt is INT8:
         return x.round().clamp_(-INT8.max, INT8.max).sub_(x)
     magic = x.view(torch.int32).bitwise_and(_EXPONENT).clamp_(min=_LEAST).add_(_TO_MAGIC).view(torch.float32)

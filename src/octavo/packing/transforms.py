@@ -216,7 +216,6 @@ class FoldJob:
         self.smoothed[pair.writer] = (float(factors.min()), float(factors.max()))
 
     def _on_outputs(self, module: str, step: Step) -> None:
-        """Add a step to the outputs of a module's weight, and of its bias if it has one."""
         for name in (f"{module}.weight", f"{module}.bias"):
             if name in self.source.specs:
                 self.changes[name].outputs.append(step)

@@ -103,7 +103,6 @@ def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
 
 
 def _points(scheme: str, experts: Layer | None) -> dict[int, float]:
-    """The measured speeds of a scheme by the number of tokens."""
     table = measured_speeds() if experts is None else measured_experts_like(experts.inputs * experts.outputs)[1]
     return {m: found[scheme] for m, found in table.items() if scheme in found}
 
@@ -298,7 +297,6 @@ def plan_serving(server: Server) -> ServingPlan:
 
 
 def _prefill_seconds(server: Server) -> float:
-    """The forward pass of all prompts."""
     model, rate, gpus, rows = server.model, server.gpu.copy_rate, server.gpus, server.prompt_tokens
     seconds = 0.0
     for block in model.blocks:
@@ -338,7 +336,6 @@ def _traffic(server: Server, block: Block) -> float:
 
 
 def _step_seconds(server: Server) -> float:
-    """One new token of each sequence."""
     model, rate = server.model, server.gpu.copy_rate
     linear = sum(block.count * _layer_step_seconds(server, layer) for block in model.blocks for layer in block.layers)
     head = 2.0 * model.width * model.vocabulary / rate

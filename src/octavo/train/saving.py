@@ -224,7 +224,6 @@ def _open_weights(folder: Path, model: nn.Module) -> ShardReader:
 
 
 def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The scale histories among the tensors of state.safetensors."""
     scales = {name: tensor for name, tensor in saved.items() if not name.startswith(PREFIX)}
     check_match(scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe")
     return scales

@@ -81,11 +81,13 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
     for done, name in enumerate(files.shapes, start=1):
         _check_numbers(files, name)
         progress(done, len(files.shapes), "reading tensors")
+    if files.changed:
+        what = f"{files.changed[0]} ({len(files.changed)} such tensors) is not what Octavo wrote, by its checksum"
+        files.remarks.append(f"{what}: another program has written the file since")
     return layers
 
 
 def _is_tied_copy(files: CheckpointFiles, name: str, required: Required) -> bool:
-    """True if the tensor is not stored and a tensor that it is tied to is."""
     return name not in files.shapes and any(other in files.shapes for other in required.tied.get(name, []))
 
 
@@ -147,7 +149,6 @@ def _check_weight_scale(files: CheckpointFiles, name: str, spec: LayerSpec, shap
 
 
 def _check_names(files: CheckpointFiles, known: set[str], required: Required) -> None:
-    """Check that no tensor is missing, left over, or of another shape."""
     declared = files.settings.get("kv_cache_scheme") or files.settings.get("kv_cache_quant_algo")
     cache: tuple[str, ...] = _CACHE_SCALES if declared else ()
     stored = files.shapes
@@ -183,13 +184,14 @@ def _add_remarks(files: CheckpointFiles, layers: Mapping[str, LayerSpec], requir
 
 def _check_numbers(files: CheckpointFiles, name: str) -> None:
     """Check that the bytes of a tensor are as Octavo wrote them, its numbers finite, and those of a scale positive."""
-    tensor = files.get(name)
-    written = files.recorded("checksums").get(name) if name in files.by_octavo else None
+    tensor, written = files.get(name), files.recorded("checksums").get(name)
     if written is not None:
         found = f"{zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data):08x}"
-        if found != written:
+        if found != written and name in files.by_octavo:
             message = f"is damaged: its bytes have the CRC-32 {found}, and {written} was written"
             files.add_finding("file", name, message)
+        elif found != written:
+            files.changed.append(name)
     is_scale = name.rpartition(".")[2] in (*_LAYER_SCALES, "output_scale", *_CACHE_SCALES)
     if is_scale and files.dtypes[name] in _EXPONENTS:
         zeros = decode_exponents(tensor) == 0
@@ -208,6 +210,34 @@ def _check_numbers(files: CheckpointFiles, name: str) -> None:
     for error, count in wrong.items():
         if count:
             files.add_finding(kind, name, f"must be {must}: {count} of {tensor.numel()} are {error}")
+
+
+# ---- The scales of a packed weight beside its bytes, without MODEL.
+#
+#     s = amax / 448, so the largest byte of a block is 448, or 127 of integers
+#     a row of e4m3 has no scale below 2^-8 of the largest, all others none below 2^-126: there, bytes may be smaller
+#
+# Powers of two are rounded up, and the rule mse takes up to 1.94 of that scale: the largest byte is then half, or more.
+
+
+def judge_alone(data: Tensor, scale: Tensor, spec: LayerSpec, exact: bool) -> str:
+    """What shows, without MODEL, that `octavo pack` did not write the data [N, K] or the scale of a weight; "" if
+    nothing does. The scales are `exact` if they are amax / 448. One scale may be that of several weights."""
+    if not spec.rows and not spec.columns:
+        return ""
+    exact = exact and not spec.exponents
+    values, largest, slack = scale_values(scale, spec), spec.largest / (1 if exact else 2), 1.001 if exact else 4.0
+    least = max(2.0**-126, 0.0 if spec.columns or spec.integers else float(values.max()) * 2.0**-8)
+    reached = _blocks(numbers_of(data), spec).abs().amax((1, 3))
+    wrong = (values < least / slack) | ((reached < largest) & (values > least * slack))
+    if not wrong.any():
+        return ""
+    row, column = divmod(int(wrong.int().argmax()), wrong.shape[1])
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} scales do not fit their bytes: [{row}, {column}] is "
+        f"{values[row, column]:.4g} (the largest {values.max():.4g}), and the largest byte of its block "
+        f"{reached[row, column]:g}, where octavo pack writes {largest:g}{'' if exact else ' or more'}"
+    )
 
 
 # ---- The weights of a packed folder against those of the model that it was packed from, MODEL.
@@ -389,5 +419,4 @@ def _blocks(matrix: Tensor, spec: LayerSpec) -> Tensor:
 
 
 def _sums(matrix: Tensor, spec: LayerSpec) -> Tensor:
-    """The sum of each block of a matrix [N, K]."""
     return _blocks(matrix.float(), spec).sum((1, 3))

@@ -118,9 +118,6 @@ class Report:
                 yield table._replace(columns=tuple(table.columns[i] for i in used), rows=rows)
 
 
-# ---- The tables of a report.
-
-
 def _readers(report: Report) -> Table:
     rows = [
         (

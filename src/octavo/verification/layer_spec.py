@@ -141,7 +141,6 @@ def _ignores(entry: str, name: str, exact: bool) -> bool:
 
 
 def _spec_of(name: str, groups: Groups) -> LayerSpec:
-    """The spec of the group that targets a layer: by its name, else by a pattern, else by its class."""
     for matches in (
         lambda target: target == name,
         lambda target: target.startswith("re:") and re.match(target.removeprefix("re:"), name),
@@ -179,7 +178,6 @@ def _group(where: str, group: Any) -> tuple[list[str], LayerSpec]:
 
 
 def _are_integers(arguments: Mapping[str, Any], where: str) -> bool:
-    """True if the numbers are integers; a SpecError unless they are symmetric and have eight bits."""
     kind, bits, symmetric = arguments.get("type"), arguments.get("num_bits"), arguments.get("symmetric", True)
     if bits != 8 or kind not in ("float", "int") or symmetric is not True:
         raise SpecError(
@@ -190,7 +188,6 @@ def _are_integers(arguments: Mapping[str, Any], where: str) -> bool:
 
 
 def _block(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """The rows and columns of a weight that share a scale; 0 stands for all."""
     strategy, size, shape = weights.get("strategy"), weights.get("group_size"), weights.get("block_structure")
     if isinstance(shape, str):  # such as "128x128"
         shape = [int(part) for part in shape.split("x") if part.isdigit()]
@@ -213,7 +210,6 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _inputs(arguments: Any, where: str) -> tuple[str, int]:
-    """The attributes `inputs` and `group` of a spec."""
     if arguments is None:
         return "none", 0
     if not isinstance(arguments, Mapping):

@@ -283,7 +283,6 @@ def _linear_weight(module: nn.Module) -> tuple[Tensor, bool]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The first rows of x [..., K], float32, as they are now."""
     return x.detach().reshape(-1, x.shape[-1])[:_ROWS].float()
 
 

@@ -12,6 +12,7 @@ times the larger, since rounding decides between two experts that score almost t
 scale is at about 1. Another expert changes a token by a tenth to a half of its size. Where few tokens of a mixture take
 one, the reader may have some and the two references none. So a mixture that is farther away, but not beyond
 sqrt(8 / T) / 2 (eight of T tokens, half wrong), is judged by the median over the tokens: 2 times the larger median.
+And every expert computes the same four tokens, reached by the router or not; its y is judged by itself.
 
 transformers with compressed-tensors rounds inputs of two dimensions with one scale, where the scheme says one a token,
 so it has a reference that does the same (`round_input_by_compressed_tensors`). It widens packed experts and rounds none
@@ -24,9 +25,10 @@ cache. It gives log-probabilities, not logits, and both distances are of log-pro
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from octavo.inference.opening import fill
 from octavo.inference.packed_linear import PackedLinear
 from octavo.util import installed, open_config, open_local, plural
 from octavo.verification.layer_spec import LayerSpec, distance
+from octavo.verification.streamed_model import expert_outputs
 from octavo.version import __version__
 
 Factors = tuple[float, float]  # of the distances of `unrounded` and `bf16`; the larger product is allowed
@@ -87,6 +90,7 @@ class Probe:
     emulated: Tensor  # with inputs rounded as transformers with compressed-tensors rounds them
     unrounded: Tensor  # with inputs that are not rounded
     bf16: Tensor  # with BF16 between the layers
+    experts: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # tokens, and their y of all but `emulated`
 
     def tolerance(self, factors: Factors, measure: Callable[[Tensor, Tensor], float] = distance) -> float:
         """The largest distance of a right reader from the reference."""
@@ -110,6 +114,21 @@ class Probe:
             note += ", by the median of the tokens, since few took another expert"
         outcome = "agrees" if off <= allowed else "disagrees"  # NaN disagrees
         return ReaderResult(name, version, outcome, note, off, allowed)
+
+    def judge_experts(self, result: ReaderResult, model: Any) -> ReaderResult:
+        """`result` of a reader's `model`, or the first of its experts that disagrees."""
+        if result.outcome != "agrees":
+            return result
+        for name, (tokens, *references) in self.experts.items():
+            found = expert_outputs(model, name, tokens, len(references[0]))
+            for e, (actual, y, unrounded, bf16) in enumerate(zip(found, *references, strict=True)):
+                nearer = min(y, unrounded, key=partial(distance, actual))  # transformers rounds no inputs of experts
+                probe = replace(self, reference=nearer, unrounded=unrounded, bf16=bf16)
+                note = f"expert {e} of {name}, {result.note}"
+                expert = probe.judge(result.name, result.version, actual, self.bf16_factors, note)
+                if expert.outcome == "disagrees":
+                    return expert
+        return result
 
 
 def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
@@ -153,6 +172,9 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
             architecture or transformers.AutoModelForCausalLM, probe.folder, config=config,
             dtype=torch.float32 if float32 else "auto", use_safetensors=True, output_loading_info=True, **more,
         )  # fmt: skip
+        float32 = float32 and all(
+            p.dtype != torch.bfloat16 for p in model.parameters()
+        )  # experts that are not packed are
         with torch.inference_mode():
             if not probe.logits:  # a part of it runs, and the weights are widened by a call of the whole model alone
                 model.eval()(**arguments_of(model, probe.inputs[:1]))
@@ -174,7 +196,8 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
     if compressed:
         note += f", compressed-tensors {installed('compressed-tensors')}"
         probe = replace(probe, reference=probe.unrounded if widens else probe.emulated)
-    return probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
+    result = probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
+    return probe.judge_experts(result, model)
 
 
 def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
@@ -185,7 +208,8 @@ def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
         actual = model_outputs(model, probe.inputs.to(device), probe.logits)
     weight_only = sum(isinstance(layer, PackedLinear) and layer.input_cast is None for layer in model.modules())
     path = f", {plural(weight_only, 'layer')} weight-only" if weight_only else ""
-    return probe.judge("octavo", version, actual, probe.bf16_factors, f"in BF16, on {device}{path}")
+    result = probe.judge("octavo", version, actual, probe.bf16_factors, f"in BF16, on {device}{path}")
+    return probe.judge_experts(result, model)
 
 
 def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:

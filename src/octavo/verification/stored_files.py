@@ -47,6 +47,7 @@ class CheckpointFiles:
     folded: bool = False  # something was folded into the weights, which then differ from MODEL's
     record: dict[str, Any] = field(default_factory=dict)  # octavo.json, or {}
     by_octavo: set[str] = field(default_factory=set)  # the tensors in files that Octavo wrote, as their headers say
+    changed: list[str] = field(default_factory=list)  # tensors that Octavo wrote and another program has changed since
     _places: dict[str, tuple[Path, str]] = field(default_factory=dict)  # the file of a tensor, and its name there
 
     def get(self, name: str) -> Tensor:
@@ -210,7 +211,6 @@ def check_description(
 
 
 def _compare(files: CheckpointFiles, name: str, ours: Any, theirs: Any) -> None:
-    """Add a finding if the contents of the file `name` differ; None cannot be read."""
     if ours is None or theirs is None:
         files.add_finding("file", name, "differs from MODEL's, and one of them cannot be read")
     elif name in _SETTINGS:

@@ -67,6 +67,7 @@ class StreamedModel:
         model.config.use_cache = False
         self.compute, self.device, self.logits = compute, torch.device(device), predicts_tokens(model)
         self._make_cache = make_cache
+        self.experts: dict[str, StreamedExperts] = {}  # each module of them, by its name
         tied = tied_names(model)
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
@@ -77,11 +78,12 @@ class StreamedModel:
                 model.set_submodule(name, layer)
         for name, matrices in experts.items():
             act: Any = model.get_submodule(name).act_fn
-            model.set_submodule(name, StreamedExperts(matrices, act, lambda layer, x: self.compute(layer, x)))
+            self.experts[name] = StreamedExperts(matrices, act, lambda layer, x: self.compute(layer, x))
+            model.set_submodule(name, self.experts[name])
         metas = model_tensors(model)
         found = {name: [each for each in tied.get(name, [name]) if each in stored] for name in metas}
         tensors = {name: get(names[0]).to(metas[name].dtype) for name, names in found.items() if names}
-        self._model = fill_model(meta_model, tensors).to(self.device).eval()
+        self.model = fill_model(meta_model, tensors).to(self.device).eval()
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ class StreamedModel:
         cache = {} if self._make_cache is None else {cache_argument(): self._make_cache()}
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            return model_outputs(self._model, inputs.to(self.device), self.logits, **cache)
+            return model_outputs(self.model, inputs.to(self.device), self.logits, **cache)
 
 
 def required_by(meta_model: MetaModel) -> Required:
@@ -111,15 +113,27 @@ class StreamedExperts(nn.Module):
 
     def __init__(self, experts: Sequence[ExpertMatrices], act: Callable[[Tensor], Tensor], compute: LinearFn) -> None:
         super().__init__()
-        self._experts, self._act, self._compute = experts, act, compute
+        self.matrices, self._act, self._compute = experts, act, compute
+        self.tokens: Tensor | None = None  # [4, K], the first of the last call
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The output [T, K] of x [T, K]; index and weights are [T, top_k]."""
-        x, out = hidden_states, hidden_states.new_zeros(hidden_states.shape)
-        for e, names in enumerate(self._experts):
+        x, out, self.tokens = hidden_states, hidden_states.new_zeros(hidden_states.shape), hidden_states[:4].bfloat16()
+        for e, names in enumerate(self.matrices):
             token, slot = (top_k_index == e).nonzero(as_tuple=True)
             if len(token):
                 gate, up = (self._compute(name, x[token]).to(x.dtype) for name in (names.gate, names.up))
                 y = self._compute(names.down, self._act(gate) * up).to(x.dtype)
                 out.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(x.dtype))
         return out
+
+
+@torch.inference_mode()
+def expert_outputs(model: Any, name: str, tokens: Tensor, count: int) -> Tensor:
+    """What each of the `count` experts of the module `name` computes for the same tokens [T, K], whatever the router
+    would choose: y float32 [count, T, K] on the CPU."""
+    device = next(model.parameters()).device
+    x = tokens.repeat(count, 1).to(device, model.dtype)  # [count * T, K]
+    index = torch.arange(count, device=device).repeat_interleave(len(tokens)).unsqueeze(1)
+    y = model.get_submodule(name)(x, index, torch.ones_like(index, dtype=x.dtype))
+    return y.float().cpu().view(count, *tokens.shape)

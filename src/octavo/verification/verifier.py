@@ -10,7 +10,7 @@ The steps, in this order, each with its modules. No model runs on bytes that are
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from octavo.hf.meta_model import (
 )
 from octavo.hf.source import Source, open_source
 from octavo.util import Progress, choose_device, no_progress
-from octavo.verification.checks import Required, check_folder, check_weights
+from octavo.verification.checks import Required, check_folder, check_weights, judge_alone
 from octavo.verification.findings import LayerReport, Report, measure_sizes
 from octavo.verification.layer_spec import (
     LayerSpec,
@@ -56,7 +56,7 @@ from octavo.verification.layer_spec import (
 )
 from octavo.verification.readers import Probe, try_readers
 from octavo.verification.stored_files import CheckpointFiles, Finding, check_description, read_files
-from octavo.verification.streamed_model import StreamedModel, required_by
+from octavo.verification.streamed_model import StreamedModel, expert_outputs, required_by
 
 
 def verify(
@@ -168,11 +168,11 @@ class Verification:
             )
         ratios: dict[str, float] = {}
         if (source := self.source) is not None:
-            built: list[Any] = [self._meta_model(), _as_served(source)]
+            built: list[Any] = [self._meta_model(), transformers_meta_model(source.config, source.description)]
             ours, theirs = (each.model.config.to_dict() for each in built)  # with the defaults of transformers
             check_description(files, ours, theirs, source.description)
         if source is None or files.folded:
-            _check_plausible(files, self.layers)
+            _check_plausible(files, self.layers, packed)
         else:
             read = source.get_from_file
             ratios = check_weights(files, self.layers, _tensors(source), read, packed, self.progress)
@@ -209,12 +209,22 @@ class Verification:
         self.progress(0, 4, "opening with every reader")
         given = self.batches[0][:4, :64] if self.batches else random_inputs(meta_model.model, meta_model.positions)
 
+        experts: dict[
+            str, list[Tensor]
+        ] = {}  # of each module: tokens of the first run, and what each run gives for them
+
         def run(rounding: RoundInput, dtype: torch.dtype = torch.float32) -> Tensor:
-            return self._packed_model(rounding, dtype)(given).cpu()
+            model = self._packed_model(rounding, dtype)
+            outputs = model(given).cpu()
+            for name, module in model.experts.items():
+                if module.tokens is not None:
+                    tokens, *_ = each = experts.setdefault(name, [module.tokens])
+                    each.append(expert_outputs(model.model, name, tokens, len(module.matrices)))
+            return outputs
 
         try:
-            reference, emulated = run(round_input), run(round_input_by_compressed_tensors)
-            unrounded, bf16 = run(leave_input), run(round_input, torch.bfloat16)
+            reference, unrounded, bf16 = run(round_input), run(leave_input), run(round_input, torch.bfloat16)
+            emulated = self._packed_model(round_input_by_compressed_tensors)(given).cpu()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # settings that a model is built from, and cannot run with, raise anything
@@ -235,6 +245,7 @@ class Verification:
             emulated=emulated,
             unrounded=unrounded,
             bf16=bf16,
+            experts=experts,
         )
         for done, reader in enumerate(try_readers(probe, self.device), start=1):
             self.progress(done, 4, "opening with every reader")
@@ -255,7 +266,8 @@ class Verification:
 
         layers = BaselineLayers(get, PackedLayers(self.files, self.layers, self.device))
         packed = self._packed_model()
-        reference = StreamedModel(_as_served(self.source), get, metas, layers, self.device)
+        served = transformers_meta_model(self.source.config, self.source.description)
+        reference = StreamedModel(served, get, metas, layers, self.device)
         packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
         for done, ids in enumerate(self.batches):
             self.progress(done, len(self.batches), "running prompts")
@@ -288,24 +300,27 @@ class Verification:
         return transformers_meta_model(self.files.config, self.files.folder)
 
 
-def _as_served(source: Source) -> MetaModel:
-    """MODEL as transformers builds it."""
-    return transformers_meta_model(source.config, source.description)
-
-
 def _tensors(source: Source) -> dict[str, Tensor]:
     """A tensor on the meta device for each of MODEL, by its name in files, in the dtype in which it is served."""
     return source.meta_model.experts.split(model_tensors(source.meta_model.model))
 
 
-def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec]) -> None:
-    """Check weights that are not compared with MODEL's for scales that look reciprocal."""
+def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec], packed: Collection[str]) -> None:
+    """Check weights that are not compared with MODEL's for scales that look reciprocal, and those that Octavo has
+    `packed` for scales that do not fit their bytes."""
     floats = [(name, spec) for name, spec in layers.items() if not spec.integers]
     read = ((name, spec, files.get(f"{name}.weight"), files.get(f"{name}.{spec.scale}")) for name, spec in floats)
     suspects = suspected((name, scale_values(s, spec), partial(widen, w, s, spec)) for name, spec, w, s in read)
     if suspects:
         scale = f"{suspects[0]}.{layers[suspects[0]].scale}"
         files.add_finding("scale", scale, reciprocal_warning(suspects, len(layers)))
+        return
+    if rule := files.recorded("weight_scales"):  # of `octavo pack` alone
+        exact = (rule.get("rule"), rule.get("pow2")) == ("amax", False)
+        for name, spec in layers.items():
+            data, scales = f"{name}.weight", f"{name}.{spec.scale}"
+            if name in packed and (error := judge_alone(files.get(data), files.get(scales), spec, exact)):
+                files.add_finding("weights", data, error)
 
 
 # ---- The scales that a folder stores for inputs, keys and values, against those that a calibration gives.

@@ -218,7 +218,6 @@ class Watch:
         self._begin(full=number % self.interval == 0, brief=number % self.check_interval == 0)
 
     def _begin(self, *, full: bool, brief: bool) -> None:
-        """Decide which samples the step that comes next has."""
         self._full, self._brief, self.samples = full, brief, full or brief
         if (full or brief) and self._tables:
             torch._foreach_copy_(self._tables, self._cleared)

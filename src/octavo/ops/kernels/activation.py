@@ -81,7 +81,6 @@ def _sum_gradients(dh: Tensor, u: Tensor, dbias: Tensor, kind: str) -> None:
 
 
 def _formula(kind: str) -> dict[str, bool]:
-    """The constants of the kernels that tell them the activation."""
     return {"GATED": kind != "gelu", "GELU": kind != "swiglu"}
 
 
@@ -128,7 +127,6 @@ def _forward_kernel(
 
 @triton.jit
 def _store_activation(u_ptr, data_ptr, m, inv, F, GATED: tl.constexpr, GELU: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Store the data of row m of h, block by block."""
     for start in range(0, F, BLOCK_F):
         offs = start + tl.arange(0, BLOCK_F)[None, :]
         h = activation_of_row(u_ptr, m, offs, F, GATED, GELU)
