@@ -112,8 +112,7 @@ def load(
     import_extra("transformers", "hf", f"octavo.load opens {os.fspath(folder)} as a model of transformers")
     from octavo.inference.opening import load_transformers
 
-    model: PreTrainedModel = load_transformers(os.fspath(folder), device, kv_cache, attention, head)
-    return model
+    return load_transformers(os.fspath(folder), device, kv_cache, attention, head)
 
 
 def __dir__() -> list[str]:

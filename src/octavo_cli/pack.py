@@ -129,10 +129,19 @@ def pack_command(
     if out.suffix == ".gguf":
         raise ValueError(f"{out} would be a folder: add --layout gguf for a file, or give a name without .gguf")
     options = PackOptions(
-        scheme=scheme, layers=_layers(layer or []), layout=layout, skip=skip or [], calibration=calibration, rule=rule,
-        weights=weights, pow2=pow2, share=share_scales, kv_cache=kv_cache, experts=experts,
+        scheme=scheme,
+        layers=_layers(layer or []),
+        layout=layout,
+        skip=skip or [],
+        calibration=calibration,
+        rule=rule,
+        weights=weights,
+        pow2=pow2,
+        share=share_scales,
+        kv_cache=kv_cache,
+        experts=experts,
         tensor_parallel=numbers("--tensor-parallel", tensor_parallel),
-    )  # fmt: skip
+    )
     kept = None
     if budget and freeze is not None:
         raise ValueError("--budget and --freeze both run the model on --data: give one of them")

@@ -5,7 +5,6 @@ import re
 import shutil
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from packed_examples import small_shards
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saved_checkpoints import flip_bit
-from tiny_models import Folders
 
 import octavo
 from octavo.checkpoint import files as safetensors_files
@@ -42,7 +40,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     """One of each dtype, of odd sizes, a scalar and an empty one."""
     torch.manual_seed(0)
     made = {f"t{i}": (torch.rand(3, 2 * i + 1) * 4 + 1).to(dtype) for i, dtype in enumerate(DTYPES)}
@@ -56,16 +54,16 @@ def tensors() -> dict[str, torch.Tensor]:
 PAIR = {"a": torch.ones(2), "b": torch.ones(2)}
 
 
-def same_specs(reader: ShardReader, given: dict[str, torch.Tensor]) -> bool:
+def same_specs(reader, given):
     return reader.specs.keys() == given.keys() and all(same_spec(t, given[n]) for n, t in reader.specs.items())
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same(a, b):
     bytes_of = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bytes_of)
 
 
-def test_what_is_written_is_what_the_library_reads(tmp_path: Path) -> None:
+def test_what_is_written_is_what_the_library_reads(tmp_path):
     given = tensors()
     write_shards(tmp_path, given, reversed(given.items()), {"format": "pt", "by": "us"})
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
@@ -80,7 +78,7 @@ def test_what_is_written_is_what_the_library_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 100, 10**6])
-def test_shards_and_their_index(tmp_path: Path, limit: int) -> None:
+def test_shards_and_their_index(tmp_path, limit):
     given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(12)}
     with small_shards(limit):
         write_shards(tmp_path, given, given.items(), {"format": "pt"})
@@ -97,9 +95,7 @@ def test_shards_and_their_index(tmp_path: Path, limit: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [200, 10**6])
-def test_a_file_is_opened_for_its_header_and_its_data_however_many_tensors_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_a_file_is_opened_for_its_header_and_its_data_however_many_tensors_it_holds(tmp_path, monkeypatch, limit):
     given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
     opened: list[Path] = []
     path_open = Path.open
@@ -119,17 +115,17 @@ def test_a_file_is_opened_for_its_header_and_its_data_however_many_tensors_it_ho
         ({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(1)}, "c: .*came, None was to come"),
     ],
 )
-def test_tensors_that_were_not_announced(tmp_path: Path, come: dict[str, torch.Tensor], message: str) -> None:
+def test_tensors_that_were_not_announced(tmp_path, come, message):
     with pytest.raises(ValueError, match=message):
         write_shards(tmp_path, PAIR, come.items(), {})
 
 
-def write_file(folder: Path, header: dict[str, Any], data: bytes, blanks: int = 0) -> None:
+def write_file(folder, header, data, blanks=0):
     text = json.dumps(header).encode() + b" " * blanks
     (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def sharded(folder: Path) -> dict[str, str]:
+def sharded(folder):
     """Two files and an index; what the index maps."""
     save_file({"a": torch.ones(2)}, folder / "one.safetensors")
     save_file({"b": torch.ones(2)}, folder / "two.safetensors")
@@ -139,14 +135,14 @@ def sharded(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", "a\\b", ""])
-def test_an_index_that_leads_elsewhere(tmp_path: Path, name: str) -> None:
+def test_an_index_that_leads_elsewhere(tmp_path, name):
     files = sharded(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": files | {"b": name}}))
     with pytest.raises(ArtifactError, match="its files must lie in the folder itself"):
         ShardReader(tmp_path)
 
 
-def test_the_index_says_which_file_a_tensor_is_taken_from(tmp_path: Path) -> None:
+def test_the_index_says_which_file_a_tensor_is_taken_from(tmp_path):
     sharded(tmp_path)
     save_file({"a": torch.full((3,), 7.0), "b": torch.ones(2), "c": torch.ones(1)}, tmp_path / "two.safetensors")
     reader = ShardReader(tmp_path)  # two.safetensors, the last by name, has an older a
@@ -159,7 +155,7 @@ def test_the_index_says_which_file_a_tensor_is_taken_from(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["U16", "U32", "U64", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3"])
-def test_dtypes_that_no_model_of_ours_has(tmp_path: Path, dtype: str) -> None:
+def test_dtypes_that_no_model_of_ours_has(tmp_path, dtype):
     """Those that PyTorch has are shown; the others are named."""
     size = {"U16": 8, "U32": 16, "U64": 32, "C64": 32, "F4": 2, "F6_E2M3": 3}.get(dtype, 4)  # of four elements
     write_file(tmp_path, {"a": {"dtype": dtype, "shape": [4, 1], "data_offsets": [0, size]}}, bytes(size))
@@ -172,7 +168,7 @@ def test_dtypes_that_no_model_of_ours_has(tmp_path: Path, dtype: str) -> None:
     assert reader.specs["a"].nbytes == size
 
 
-def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
+def test_files_that_are_missing_or_broken(tmp_path):
     with pytest.raises(FileNotFoundError, match="model.safetensors is missing, and so is model.safetensors.index.json"):
         ShardReader(tmp_path)
     sharded(tmp_path)
@@ -190,13 +186,13 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
-def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
+def test_pickles_are_never_opened(tmp_path, name):
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ArtifactError, match=f"{name}, a pickle"):
         ShardReader(tmp_path)
 
 
-def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path):
     """As a run removes its older checkpoints."""
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / SINGLE)
     reader = ShardReader(tmp_path)
@@ -209,7 +205,7 @@ def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path: Path) -> Non
         reader.get("b")
 
 
-def test_the_header_is_read_once_however_many_tensors_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_header_is_read_once_however_many_tensors_are_read(tmp_path, monkeypatch):
     given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
     save_file(given, tmp_path / SINGLE)
     opened: list[Path] = []
@@ -221,7 +217,7 @@ def test_the_header_is_read_once_however_many_tensors_are_read(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("blanks", range(8))
-def test_tensors_that_are_not_aligned(tmp_path: Path, blanks: int) -> None:
+def test_tensors_that_are_not_aligned(tmp_path, blanks):
     """As other programs write them: a header of any length, and a tensor of bytes before wider ones."""
     given = {
         "bytes": torch.arange(3, dtype=torch.uint8),
@@ -238,7 +234,7 @@ def test_tensors_that_are_not_aligned(tmp_path: Path, blanks: int) -> None:
     assert all(same(reader.get(name), t) for name, t in given.items())
 
 
-def test_parts_fill_a_tensor_and_are_read_from_it(tmp_path: Path) -> None:
+def test_parts_fill_a_tensor_and_are_read_from_it(tmp_path):
     """Cut along each dimension, and along two, into parts of unequal size; also an empty part."""
     given = {"cube": torch.arange(7 * 5 * 6).view(7, 5, 6), "scalar": torch.tensor(3), "empty": torch.ones(0, 2)}
     places = create_files(tmp_path, "part", given, {})
@@ -261,18 +257,18 @@ def test_parts_fill_a_tensor_and_are_read_from_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def packed(made: Folders, tmp_path: Path) -> Path:
+def packed(made, tmp_path):
     return shutil.copytree(made("llama", scheme="channel"), tmp_path / "packed")
 
 
-def test_a_packed_folder_records_the_crc_of_each_tensor(packed: Path) -> None:
+def test_a_packed_folder_records_the_crc_of_each_tensor(packed):
     recorded = json.loads((packed / "octavo.json").read_text())["checksums"]
     stored = load_file(packed / "model.safetensors")
     expected = {name: zlib.crc32(t.view(-1).view(torch.uint8).numpy().tobytes()) for name, t in stored.items()}
     assert {name: int(crc, 16) for name, crc in recorded.items()} == expected
 
 
-def test_everything_that_reads_a_packed_folder_finds_a_flipped_bit(packed: Path, tmp_path: Path) -> None:
+def test_everything_that_reads_a_packed_folder_finds_a_flipped_bit(packed, tmp_path):
     convert_layout(packed, tmp_path / "converted", layout="modelopt")
     for folder in (packed, tmp_path / "converted"):
         name = flip_bit(folder / "model.safetensors")
@@ -286,7 +282,7 @@ def test_everything_that_reads_a_packed_folder_finds_a_flipped_bit(packed: Path,
         assert "is damaged: its bytes have the CRC-32" in finding.message
 
 
-def test_a_file_that_another_program_wrote_since_is_not_judged(packed: Path) -> None:
+def test_a_file_that_another_program_wrote_since_is_not_judged(packed):
     tensors = load_file(packed / "model.safetensors")
     tensors["model.norm.weight"] *= 2
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
@@ -294,14 +290,14 @@ def test_a_file_that_another_program_wrote_since_is_not_judged(packed: Path) -> 
     assert verify(packed).ok
 
 
-def test_parts_that_ranks_wrote_are_checked_wherever_they_are_read_whole(tmp_path: Path) -> None:
+def test_parts_that_ranks_wrote_are_checked_wherever_they_are_read_whole(tmp_path):
     whole = torch.arange(48.0).view(6, 8)
     upper, lower = whole[:4], whole[4:]
     parts = [[[0, 0], [4, 8], checksum(upper)], [[4, 0], [2, 8], "00000000"]]
     (tmp_path / "checksums.json").write_text(json.dumps({"model/w": parts}))
     checksums = Checksums(tmp_path, "model", {"w"})
 
-    def check(read: torch.Tensor, *offsets: int) -> torch.Tensor:
+    def check(read, *offsets):
         return checksums.check(tmp_path / "file", "w", read, offsets or None)
 
     assert torch.equal(check(upper, 0, 0), upper)
@@ -320,7 +316,7 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_one_bad_number_is_found(dtype: torch.dtype, bad: float) -> None:
+def test_one_bad_number_is_found(dtype, bad):
     for at in (0, 4097, 9998):
         x = torch.linspace(-1, 1, 9999).to(dtype) * torch.finfo(dtype).max
         assert is_finite(x)
@@ -329,13 +325,13 @@ def test_one_bad_number_is_found(dtype: torch.dtype, bad: float) -> None:
     assert is_finite(torch.empty(3, 0, dtype=dtype))  # MobileBERT has such a matrix
 
 
-def test_each_code_of_e4m3_and_integers() -> None:
+def test_each_code_of_e4m3_and_integers():
     for code in E4M3:
         assert bool(is_finite(code.view(1))) == bool(code.float().isfinite())
     assert is_finite(torch.arange(5))
 
 
-def test_names_of_what_fails_in_their_order() -> None:
+def test_names_of_what_fails_in_their_order():
     yes, no = torch.tensor(True), torch.tensor(False)
     assert failing({"a": no, "b": yes, "c": no}) == ["a", "c"]
     assert failing({}) == []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.inference.engine import Engine
-from octavo.inference.kv_cache import LayerKVCache
+from octavo.inference.kv_cache import LayerKVCache, prompt_attention
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import pad_prompts
 from octavo.inference.transformers_cache import CACHE, QuantizedKVCache
@@ -294,6 +294,26 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(dtype):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_give_the_logits_of_the_reference(dtype, padded):
+    """A BF16 model, fed the same prompts and eight tokens after them on both devices."""
+    ids, mask = prompts(padded).values()
+    ids = torch.cat((ids, torch.randint(1, 97, (3, 8))), 1)
+    mask, found = torch.nn.functional.pad(mask, (0, 8), value=1), []
+    scales = None if dtype == "bf16" else [(torch.tensor([0.05]), torch.tensor([0.05]))] * 2
+    for device in ("cpu", "cuda"):
+        model = model_of("llama").bfloat16().to(device)
+        cache, logits = QuantizedKVCache.for_model(model, 25, dtype, scales=scales), []
+        for begin, end in ((0, 9), *((t, t + 1) for t in range(9, 17))):
+            inputs = {"input_ids": ids[:, begin:end].to(device), "attention_mask": mask[:, :end].to(device)}
+            with torch.no_grad():
+                logits.append(model(**inputs, **{CACHE: cache}).logits.float().cpu())
+        found.append(torch.cat(logits[1:], 1))
+    assert sqnr(*found) > 25  # BF16 arithmetic on two devices, and numbers that round to the other side
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_generation_is_the_same(dtype):
     torch.compiler.reset()
@@ -309,6 +329,21 @@ def test_compiled_generation_is_the_same(dtype):
 
 
 # ---- Long prompts in FP8.
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_a_long_prompt_in_pieces_in_fp8(kind):
+    pytest.importorskip("cudnn")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 6000, 128, device="cuda").bfloat16() for n in (4, 2, 2))
+    store = LayerKVCache((1, 2, 7000, 128), kind, device="cuda", fp8_attention=True)
+    found = []
+    for part in (slice(0, 4500), slice(4500, 6000)):
+        store.append(k[:, :, part], v[:, :, part])
+        assert store.runs_fp8(q[:, :, part], None)
+        found.append(store.attend(q[:, :, part]))
+    expected = prompt_attention(q, k, v, scale=128**-0.5)
+    assert sqnr(expected, torch.cat(found, 2)) > 18
 
 
 def test_an_engine_with_prompts_in_fp8():

@@ -6,19 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from metrics import distance
 from operation_counts import operations
-from packed_examples import Example, write_run
+from packed_examples import write_run
 from patience import HANG
 from runtime_examples import logits, static_steps, tokens
-from tiny_models import Folders, open_theirs
+from tiny_models import open_theirs
 from torch import Tensor, nn
 from verify_examples import change_config, change_tensors
 
@@ -27,7 +25,7 @@ from octavo import convert
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.scheme import SCHEME_OF, SCHEMES
-from octavo.hf.meta_model import MetaModel, read_meta_model, transformers_meta_model
+from octavo.hf.meta_model import read_meta_model, transformers_meta_model
 from octavo.inference import opening
 from octavo.inference.opening import end_tokens, load_packed, run, small_model
 from octavo.inference.packed_linear import PackedLinear, Stacked, swap_linears
@@ -36,9 +34,6 @@ from octavo.models.decoder import Decoder
 from octavo.ops import quantize
 from octavo.packing import convert_layout, pack
 
-PROMPT = "Grüße, "
-
-
 # --- The layer ---------------------------------------------------------------------------------------------------
 
 
@@ -46,9 +41,7 @@ PROMPT = "Grüße, "
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(128,), (5, 128), (2, 3, 128), (1, 2, 3, 128), (0, 128), (2, 0, 128)])
 @pytest.mark.parametrize("recipe", [recipe for recipe in SCHEME_OF if recipe not in ("delayed", "tensorwise")])
-def test_the_layer_is_the_forward_of_training(
-    recipe: str, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]
-) -> None:
+def test_the_layer_is_the_forward_of_training(recipe, dtype, bias, shape):
     torch.manual_seed(0)
     trained = nn.Sequential(nn.Linear(128, 256, bias=bias))
     with torch.no_grad():
@@ -70,7 +63,7 @@ def test_the_layer_is_the_forward_of_training(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_a_tied_head_stays_tied(packed: dict[str, Example], name: str) -> None:
+def test_a_tied_head_stays_tied(packed, name):
     model: Any = load_packed(packed[name].packed).model
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -80,23 +73,23 @@ def test_a_tied_head_stays_tied(packed: dict[str, Example], name: str) -> None:
 NAME = "model.layers.0.mlp.up_proj"
 
 
-def changed(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+def changed(change):
     return lambda folder: change_tensors(folder, change)
 
 
-def without(name: str) -> Callable[[Path], None]:
+def without(name):
     return lambda folder: [path.unlink() for path in folder.glob(name)]  # type: ignore[return-value]
 
 
-def pickled(folder: Path) -> None:
+def pickled(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def truncated(folder: Path) -> None:
+def truncated(folder):
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
 
 
-def as_run(folder: Path) -> None:
+def as_run(folder):
     (folder / "model").mkdir()
     for place in (folder, folder / "model"):
         (place / "config.json").write_text("{}")
@@ -123,9 +116,7 @@ SCALE, W, AGAIN = f"{NAME}.weight_scale", f"{NAME}.weight", ".*pack it again"
         (shutil.rmtree, "there is no folder .*: give a folder that octavo pack wrote"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(
-    copy_of: Callable[[str], Path], change: Callable[[Path], Any], message: str
-) -> None:
+def test_a_folder_that_is_not_whole_is_refused(copy_of, change, message):
     folder = copy_of("llama")
     change(folder)
     for load in (load_packed, octavo.load):
@@ -137,7 +128,7 @@ def test_a_folder_that_is_not_whole_is_refused(
 # --- The text ----------------------------------------------------------------------------------------------------
 
 
-def test_end_tokens_are_those_of_the_folder(packed: dict[str, Example], tmp_path: Path) -> None:
+def test_end_tokens_are_those_of_the_folder(packed, tmp_path):
     assert end_tokens(packed["qwen2"].packed) == {0}
     assert end_tokens(packed["llama"].packed) == set()
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
@@ -148,7 +139,7 @@ def test_end_tokens_are_those_of_the_folder(packed: dict[str, Example], tmp_path
 # ---- `octavo.load`: packed folders as models of transformers, which generate, compile and run as they do unpacked
 
 
-def test_every_packed_folder_opens_as_the_model_of_transformers(example: Example) -> None:
+def test_every_packed_folder_opens_as_the_model_of_transformers(example):
     model = octavo.load(example.packed)
     config = json.loads((example.packed / "config.json").read_text())
     assert [type(model).__name__] == config["architectures"]
@@ -169,7 +160,7 @@ def test_every_packed_folder_opens_as_the_model_of_transformers(example: Example
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "block", "mx"])
-def test_other_schemes_run_from_their_bytes_layer_by_layer(made: Folders, scheme: str) -> None:
+def test_other_schemes_run_from_their_bytes_layer_by_layer(made, scheme):
     packed = octavo.load(made("llama", scheme=scheme))
     seen = operations(lambda: logits(packed))
     assert not seen["octavo::norm_quantize"]
@@ -178,7 +169,7 @@ def test_other_schemes_run_from_their_bytes_layer_by_layer(made: Folders, scheme
     assert distance(logits(packed), logits(open_theirs(made("llama"), torch.float32))) < 0.15
 
 
-def test_generation_settings_of_the_folder_count(made: Folders, tmp_path: Path) -> None:
+def test_generation_settings_of_the_folder_count(made, tmp_path):
     out = tmp_path / "out"
     convert_layout(made("qwen2", scheme="channel"), out)
     (out / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": [7, 8]}))
@@ -187,7 +178,7 @@ def test_generation_settings_of_the_folder_count(made: Folders, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_compiled_with_a_static_cache_it_gives_the_same(made: Folders) -> None:
+def test_compiled_with_a_static_cache_it_gives_the_same(made):
     torch.compiler.reset()
     model = octavo.load(made("qwen3", scheme="channel"))
     required = static_steps(model, model)
@@ -197,7 +188,7 @@ def test_compiled_with_a_static_cache_it_gives_the_same(made: Folders) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["channel", "weight"])
-def test_the_code_of_one_layer_is_the_code_of_all(made: Folders, scheme: str) -> None:
+def test_the_code_of_one_layer_is_the_code_of_all(made, scheme):
     torch.compiler.reset()
     model = octavo.load(made("llama", scheme=scheme))
     required = logits(model)
@@ -216,9 +207,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("open_meta", [read_meta_model, transformers_meta_model])
 @pytest.mark.parametrize("kv_cache", [None, "fp8"])
-def test_the_small_model_takes_the_prompts(
-    example: Example, open_meta: Callable[..., MetaModel], kv_cache: str | None
-) -> None:
+def test_the_small_model_takes_the_prompts(example, open_meta, kv_cache):
     meta_model = open_meta(read_config(example.packed), example.packed)
     small = small_model(meta_model, example.packed)
     if small is None:
@@ -234,7 +223,7 @@ def test_the_small_model_takes_the_prompts(
     run(small, CPU, kv_cache)
 
 
-def test_loading_leaves_no_tensor_to_the_garbage_collector(made: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_leaves_no_tensor_to_the_garbage_collector(made, monkeypatch):
     """On a device with kernels, of which the CPU plays the part: a small model compiles them meanwhile."""
     ran: list[int] = []
     monkeypatch.setattr(opening, "run", lambda *args: (ran.append(1), run(*args)))
@@ -277,7 +266,7 @@ for tokens in (128, 256, 91):
 
 
 @pytest.mark.gpu
-def test_a_loaded_model_compiles_nothing_for_a_prompt(tmp_path: Path) -> None:
+def test_a_loaded_model_compiles_nothing_for_a_prompt(tmp_path):
     config = LlamaConfig(256, layers=3, width=256, heads=4, kv_heads=2, mlp_width=512, context=512)
     trained = write_run(tmp_path / "run", Llama(config).bfloat16(), config.to_hf(), recipe="rowwise", model="llama")
     pack(trained, tmp_path / "packed")

@@ -6,17 +6,12 @@ The oracle is the product of bytes and scales in float64 (`other_writers`), and 
 import json
 import re
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from metrics import distance
-from other_writers import CACHES, INPUT, WRITERS, Weights, know_caches, make_source
+from other_writers import CACHES, INPUT, WRITERS, know_caches, make_source
 from safetensors.torch import load_file
-from tiny_models import Folders
-from torch import Tensor
 from typer.testing import CliRunner
 from verify_examples import change_tensors, remarks
 
@@ -27,15 +22,13 @@ from octavo.packing import convert_layout, pack, unpack
 from octavo.verification import verify
 from octavo_cli.app import app
 
-Made = Callable[[str], tuple[Path, Weights]]
-
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def written(tmp_path_factory):
     """written(writer) is a folder and its weights; each is made once."""
     root, weights = tmp_path_factory.mktemp("writers"), {}
 
-    def make(writer: str) -> tuple[Path, Weights]:
+    def make(writer):
         if writer not in weights:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the other programs
@@ -45,18 +38,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def opened(folder: Path) -> Any:
+def opened(folder):
     """The model, without the remark that scales of outputs are not used."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is a scale that Octavo does not use")
         return octavo.load(folder)
 
 
-def rounded(x: Tensor, scale: Tensor) -> Tensor:
+def rounded(x, scale):
     return (x / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
 
 
-def cast_input(layer: PackedLinear, x: Tensor) -> Tensor:
+def cast_input(layer, x):
     """x [T, K] as its scheme rounds it, in float64."""
     x, name = x.double(), layer.scheme.name
     if name == "static":
@@ -70,7 +63,7 @@ def cast_input(layer: PackedLinear, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_loaded_layer_computes_what_its_bytes_say(written: Made, writer: str) -> None:
+def test_a_loaded_layer_computes_what_its_bytes_say(written, writer):
     folder, weights = written(writer)
     model = opened(folder)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
@@ -86,7 +79,7 @@ def test_a_loaded_layer_computes_what_its_bytes_say(written: Made, writer: str) 
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_unpacking_and_converting_keep_every_weight(written: Made, writer: str, tmp_path: Path) -> None:
+def test_unpacking_and_converting_keep_every_weight(written, writer, tmp_path):
     folder, weights = written(writer)
     assert convert_layout(folder, tmp_path / "again").lossless
     assert "lm_head" in PackedTensors(tmp_path / "again").config["quantization_config"]["ignore"]
@@ -98,13 +91,13 @@ def test_unpacking_and_converting_keep_every_weight(written: Made, writer: str, 
 
 
 @pytest.mark.parametrize("writer", CACHES)
-def test_scales_of_a_cache_are_read(written: Made, writer: str) -> None:
+def test_scales_of_a_cache_are_read(written, writer):
     found = PackedTensors(written(writer)[0]).kv_scales
     assert list(found) == [f"model.layers.{i}.self_attn" for i in range(2)]
     assert {(float(k), float(v)) for k, v in found.values()} == {CACHES[writer]}
 
 
-def test_scales_that_are_not_used_are_named(written: Made, tmp_path: Path) -> None:
+def test_scales_that_are_not_used_are_named(written, tmp_path):
     folder, _ = written("single numbers, outputs' scales, zero points")
     with pytest.warns(UserWarning, match=r"output_scale .* is a scale that Octavo does not use"):
         octavo.load(folder)
@@ -119,7 +112,7 @@ def test_scales_that_are_not_used_are_named(written: Made, tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     make_source(folder := tmp_path_factory.mktemp("model"))
     return folder
 
@@ -135,7 +128,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ModelOpt in config.json", ["octavo"]),
     ],
 )
-def test_verify_finds_a_right_folder_right(written: Made, source: Path, writer: str, readers: list[str]) -> None:
+def test_verify_finds_a_right_folder_right(written, source, writer, readers):
     report = verify(written(writer)[0], source)
     assert report.ok, [str(finding) for finding in report.findings]
     assert [reader.name for reader in report.readers if reader.outcome == "agrees"] == readers
@@ -157,9 +150,7 @@ def test_verify_finds_a_right_folder_right(written: Made, source: Path, writer: 
         ("cache in k_proj.output_scale", "missing_keys: model.layers.0.self_attn.k_scale", []),
     ],
 )  # fmt: skip
-def test_verify_says_what_transformers_gets_wrong(
-    written: Made, source: Path, writer: str, failure: str, patterns: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_says_what_transformers_gets_wrong(written, source, writer, failure, patterns, monkeypatch):
     know_caches(monkeypatch)
     report = verify(written(writer)[0], source)
     outcomes = {reader.name: reader.outcome for reader in report.readers}
@@ -179,15 +170,15 @@ LAYERS = 14
 
 
 @pytest.fixture
-def model(made: Folders) -> Path:
+def model(made):
     return made("llama")
 
 
-def pack_block(model: Path, out: Path, reciprocal: bool) -> Path:
+def pack_block(model, out, reciprocal):
     """In the layout fp8 of Hugging Face, whose scales are called `weight_scale_inv` and multiply all the same."""
     pack(model, out, scheme="block", layout="fp8")
 
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+    def change(tensors):
         tensors.update({name: 1 / t for name, t in tensors.items() if name.endswith("_scale_inv")})
 
     if reciprocal:
@@ -196,14 +187,14 @@ def pack_block(model: Path, out: Path, reciprocal: bool) -> Path:
 
 
 @pytest.mark.parametrize("read", [lambda folder, out: octavo.load(folder), unpack, convert_layout])
-def test_what_reads_it_warns(model: Path, tmp_path: Path, read: Callable[[Path, Path], object]) -> None:
+def test_what_reads_it_warns(model, tmp_path, read):
     read(pack_block(model, tmp_path / "right", reciprocal=False), tmp_path / "first")  # a warning is an error
     wrong = pack_block(model, tmp_path / "wrong", reciprocal=True)
     with pytest.warns(UserWarning, match=rf"wrong: the weight scales of .*\({LAYERS} of {LAYERS} packed layers\) look"):
         read(wrong, tmp_path / "second")
 
 
-def test_inspect_says_it(model: Path, tmp_path: Path) -> None:
+def test_inspect_says_it(model, tmp_path):
     for wrong in (False, True):
         folder = pack_block(model, tmp_path / f"{wrong}", wrong)
         said, listed = (CliRunner().invoke(app, ["inspect", str(folder), *more]).output for more in ([], ["--json"]))
@@ -211,7 +202,7 @@ def test_inspect_says_it(model: Path, tmp_path: Path) -> None:
         assert len(json.loads(listed)["reciprocal_scales"]) == LAYERS * wrong
 
 
-def test_verify_says_it_where_weights_are_not_compared(model: Path, tmp_path: Path) -> None:
+def test_verify_says_it_where_weights_are_not_compared(model, tmp_path):
     assert verify(pack_block(model, tmp_path / "right", reciprocal=False), model, folded=True).ok
     report = verify(pack_block(model, tmp_path / "wrong", reciprocal=True), model, folded=True)
     [finding] = report.findings

@@ -2,24 +2,21 @@
 
 import copy
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from metrics import distance, sqnr
 from model_examples import GPT, GQA, lively
 from operation_counts import operations
-from packed_examples import Example
 from packed_layers import INPUTS, TOKENS, gradients, packed_layer, worst_row
 from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, logits, tokens
 from safetensors.torch import load_file
-from tiny_models import IDS, Folders, built, open_theirs, same_bits, same_bytes
+from tiny_models import IDS, built, open_theirs, same_bits, same_bytes
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import octavo
-from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, Scheme, find_gemm, scheme_on
+from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, find_gemm, scheme_on
 from octavo.inference import packed_linear
 from octavo.inference.opening import load_packed
 from octavo.models.decoder import logits_of
@@ -28,7 +25,7 @@ from octavo.ops.launching import ARCHITECTURES as GPUS
 from octavo.packing import pack
 
 
-def opened(made: Folders, name: str = "llama", **options: Any) -> Any:
+def opened(made, name="llama", **options):
     return octavo.load(made(name, scheme="channel"), **options)
 
 
@@ -63,7 +60,7 @@ def test_a_head_in_eight_bits_has_the_logits_of_its_dequantized_weight(name):
         packed_linear.quantize_head(model)
 
 
-def test_load_quantizes_the_head_on_request(made: Folders) -> None:
+def test_load_quantizes_the_head_on_request(made):
     model, wide = opened(made, head="rowwise"), opened(made)
     packed_linear.quantize_head(wide)
     assert torch.equal(logits(model), logits(wide))
@@ -94,7 +91,7 @@ def test_copies_and_moves_have_a_weight_of_their_own():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_gradient_is_that_of_the_dequantized_weight(scheme: str) -> None:
+def test_the_gradient_is_that_of_the_dequantized_weight(scheme):
     """dy is rounded to three bits after the leading one (31 dB on average), or not at all where dx is not in FP8."""
     layer = packed_layer(scheme)
     dx, expected = gradients(layer)
@@ -105,13 +102,13 @@ def test_the_gradient_is_that_of_the_dequantized_weight(scheme: str) -> None:
     assert worst_row(dx, expected) > 26
 
 
-def test_blocks_at_the_edge_may_be_smaller() -> None:
+def test_blocks_at_the_edge_may_be_smaller():
     layer = packed_layer("block", inputs=200, outputs=328)
     assert worst_row(*gradients(layer)) > 26
 
 
 @pytest.mark.parametrize("scheme", ["channel", "block", "mx"])
-def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(scheme: str) -> None:
+def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(scheme):
     layer = packed_layer(scheme)
     x = torch.randn(TOKENS, INPUTS, requires_grad=True)
     counts = operations(lambda: layer(x).sum().backward())
@@ -120,7 +117,7 @@ def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(s
         assert torch.equal(layer(x), layer(x.detach().requires_grad_()))
 
 
-def test_the_weight_is_frozen_and_nothing_of_the_input_is_saved() -> None:
+def test_the_weight_is_frozen_and_nothing_of_the_input_is_saved():
     layer = packed_layer("channel")
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -130,7 +127,7 @@ def test_the_weight_is_frozen_and_nothing_of_the_input_is_saved() -> None:
     assert list(layer.parameters()) == []
 
 
-def test_compiled_code_has_the_gradient_too() -> None:
+def test_compiled_code_has_the_gradient_too():
     layer = packed_layer("channel")
     eager, _ = gradients(layer)
     layer.compile(fullgraph=True, backend="aot_eager")
@@ -138,7 +135,7 @@ def test_compiled_code_has_the_gradient_too() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["channel", "mx"])  # the first is fused with quantization
-def test_the_gradient_goes_through_a_whole_model(made: Folders, scheme: str) -> None:
+def test_the_gradient_goes_through_a_whole_model(made, scheme):
     model = octavo.load(made("llama", scheme=scheme))
     assert not model(IDS).logits.requires_grad
     before = logits(model, IDS)
@@ -162,11 +159,11 @@ OUTER = ["channel", "tensor", "static"]
 
 
 @pytest.fixture
-def mi300(monkeypatch: pytest.MonkeyPatch) -> None:
+def mi300(monkeypatch):
     monkeypatch.setattr("octavo.checkpoint.scheme.takes_fnuz", lambda place: True)
 
 
-def test_every_byte_is_half_the_number() -> None:
+def test_every_byte_is_half_the_number():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     wide, half = codes.float(), packed_linear.fnuz_data(codes).float()
     assert torch.equal(half.isnan(), wide.isnan())
@@ -175,7 +172,7 @@ def test_every_byte_is_half_the_number() -> None:
 
 
 @pytest.mark.parametrize("scheme", OUTER)
-def test_a_layer_holds_the_same_weight_and_computes_in_fnuz(mi300: None, scheme: str) -> None:
+def test_a_layer_holds_the_same_weight_and_computes_in_fnuz(mi300, scheme):
     layer, model = packed_layer(scheme), nn.Sequential(packed_layer(scheme))
     packed_linear.use_formats_of(model, CPU)
     own = model[0]
@@ -193,7 +190,7 @@ def test_a_layer_holds_the_same_weight_and_computes_in_fnuz(mi300: None, scheme:
 
 
 @pytest.mark.parametrize("scheme", OUTER)
-def test_a_frozen_layer_is_static(mi300: None, scheme: str) -> None:
+def test_a_frozen_layer_is_static(mi300, scheme):
     layer = packed_layer(scheme)
     packed_linear.use_formats_of(nn.Sequential(layer), CPU)
     x = torch.randn(16, layer.in_features)
@@ -203,7 +200,7 @@ def test_a_frozen_layer_is_static(mi300: None, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_model_is_opened_in_fnuz(mi300: None, made: Folders, name: str) -> None:
+def test_a_model_is_opened_in_fnuz(mi300, made, name):
     model = opened(made, name)
     dtypes = {tensor.dtype for tensor in model.state_dict().values()}
     assert torch.float8_e4m3fnuz in dtypes
@@ -212,7 +209,7 @@ def test_a_model_is_opened_in_fnuz(mi300: None, made: Folders, name: str) -> Non
     assert distance(logits(model), logits(open_theirs(made(name), torch.float32))) < 0.2
 
 
-def test_the_gemm_of_an_mi300() -> None:
+def test_the_gemm_of_an_mi300():
     mi300, mi350 = GPUS["mi300"], GPUS["mi350"]
     for name, scheme in SCHEMES.items():
         assert scheme_on(scheme, mi350) is scheme
@@ -228,7 +225,7 @@ def test_the_gemm_of_an_mi300() -> None:
 NAME = "model.layers.0.mlp.up_proj"
 
 
-def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(made: Folders) -> None:
+def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(made):
     folder = made("llama with biases", scheme="channel")
     model = octavo.load(folder)
     state = model.state_dict()
@@ -242,7 +239,7 @@ def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(made: Fol
 
 
 @pytest.mark.parametrize("scheme", [CHANNEL, INT8], ids=lambda scheme: scheme.name)
-def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias(scheme: Scheme) -> None:
+def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias(scheme):
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(48, n, bias=name != "b") for name, n in (("a", 17), ("b", 5), ("c", 32))})
     state = {}
@@ -263,14 +260,14 @@ def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias(scheme: Scheme)
     assert model.state_dict().keys() == state.keys()
 
 
-def test_a_saved_model_opens_again(made: Folders, tmp_path: Path) -> None:
+def test_a_saved_model_opens_again(made, tmp_path):
     model = opened(made, "qwen3")
     model.save_pretrained(tmp_path / "again")
     assert same_bytes(made("qwen3", scheme="channel"), tmp_path / "again")
     assert torch.equal(logits(octavo.load(tmp_path / "again")), logits(model))
 
 
-def test_another_models_state_is_taken_in_place(made: Folders) -> None:
+def test_another_models_state_is_taken_in_place(made):
     model, state = opened(made), opened(made).state_dict()
     before, bytes_at = logits(model), model.model.layers[0].mlp.stacked.weight.data.data_ptr()
     state[f"{NAME}.weight_scale"] = 2 * state[f"{NAME}.weight_scale"]
@@ -288,7 +285,7 @@ def test_another_models_state_is_taken_in_place(made: Folders) -> None:
         model.load_state_dict(state)
 
 
-def test_casting_a_model_leaves_bytes_and_scales_as_they_are(made: Folders) -> None:
+def test_casting_a_model_leaves_bytes_and_scales_as_they_are(made):
     model = opened(made)
     before = {key: t.clone() for key, t in model.state_dict().items()}
     model.float()
@@ -302,7 +299,7 @@ def test_casting_a_model_leaves_bytes_and_scales_as_they_are(made: Folders) -> N
 
 
 @pytest.mark.parametrize("change", ["assigned", "copied", "moved"])
-def test_layers_with_other_buffers_are_stacked_again(made: Folders, change: str) -> None:
+def test_layers_with_other_buffers_are_stacked_again(made, change):
     model = opened(made, "llama with biases")
     required, mlp = logits(model), model.model.layers[0].mlp
     if change == "assigned":
@@ -318,7 +315,7 @@ def test_layers_with_other_buffers_are_stacked_again(made: Folders, change: str)
     assert distance(logits(model), required) > 0.01
 
 
-def test_a_layer_with_a_frozen_scale_leaves_its_stack(made: Folders) -> None:
+def test_a_layer_with_a_frozen_scale_leaves_its_stack(made):
     model = opened(made)
     mlp, before = model.model.layers[0].mlp, logits(model)
     mlp.up_proj.freeze_input(torch.tensor(4.0))
@@ -326,7 +323,7 @@ def test_a_layer_with_a_frozen_scale_leaves_its_stack(made: Folders) -> None:
     assert mlp.stacked.views == []
 
 
-def test_what_inference_mode_made_can_be_trained_around(made: Folders) -> None:
+def test_what_inference_mode_made_can_be_trained_around(made):
     model = opened(made)
     model.load_state_dict({key: t.clone() for key, t in model.state_dict().items()}, assign=True)
     with torch.inference_mode():
@@ -341,7 +338,7 @@ def test_what_inference_mode_made_can_be_trained_around(made: Folders) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_forward_pass_is_that_of_training_to_the_bit(made: Folders, name: str, dtype: torch.dtype) -> None:
+def test_the_forward_pass_is_that_of_training_to_the_bit(made, name, dtype):
     trained, packed = open_theirs(made(name), torch.float32), opened(made, name)
     report = octavo.convert(trained, "rowwise")
     assert len(report.fused) == 4
@@ -362,9 +359,7 @@ def test_the_forward_pass_is_that_of_training_to_the_bit(made: Folders, name: st
     [*((name, "channel", "octavo::scaled_mm", 0.018) for name in ARCHITECTURES),  # 35 dB
      *((name, "int8", "octavo::int8_mm", 2e-3) for name in ("llama with biases", "qwen3"))],
 )  # fmt: skip
-def test_norms_and_activations_are_fused_and_layers_stacked(
-    made: Folders, tmp_path: Path, name: str, scheme: str, product: str, limit: float
-) -> None:
+def test_norms_and_activations_are_fused_and_layers_stacked(made, tmp_path, name, scheme, product, limit):
     pack(made(name), tmp_path / "packed", scheme=scheme)
     model = octavo.load(tmp_path / "packed")
     seen = operations(lambda: logits(model))
@@ -381,14 +376,14 @@ def test_norms_and_activations_are_fused_and_layers_stacked(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_our_own_models_are_fused_too(packed: dict[str, Example], name: str) -> None:
+def test_our_own_models_are_fused_too(packed, name):
     model = load_packed(packed[name].packed).model
     with torch.no_grad():
         assert operations(lambda: model(tokens(9)))["octavo::norm_quantize"] == 4
 
 
 @pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"])
-def test_what_a_library_puts_in_a_layers_place_runs(made: Folders, path: str) -> None:
+def test_what_a_library_puts_in_a_layers_place_runs(made, path):
     model = opened(made).float()
     block = model.model.layers[1]
     before, layer = logits(model), block.get_submodule(path)
@@ -400,7 +395,7 @@ def test_what_a_library_puts_in_a_layers_place_runs(made: Folders, path: str) ->
     assert distance(logits(model), doubled) < 0.03
 
 
-def test_fusing_twice_is_fusing_once(made: Folders) -> None:
+def test_fusing_twice_is_fusing_once(made):
     model = opened(made)
     classes = [type(m) for m in model.modules()]
     packed_linear.fuse(model)
@@ -409,7 +404,7 @@ def test_fusing_twice_is_fusing_once(made: Folders) -> None:
     assert len({type(m) for m in model.modules() if isinstance(m, packed_linear.PackedMLP)}) == 1
 
 
-def test_no_tokens_and_a_vector(made: Folders) -> None:
+def test_no_tokens_and_a_vector(made):
     model = opened(made)
     mlp, norm = model.model.layers[0].mlp, model.model.layers[0].post_attention_layernorm
     for shape in ((0, 128), (2, 0, 128), (128,), (1, 2, 3, 128)):

@@ -1,8 +1,6 @@
 """Packed models whose GEMMs are weight-only: by their scheme, or because a GPU has no FP8 GEMM for it."""
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +9,10 @@ from operation_counts import operations
 from packed_experts import packed_experts, routed
 from packed_layers import gradients, packed_layer, worst_row
 from runtime_examples import ARCHITECTURES, layer_by_layer, logits
-from tiny_models import Folders, open_theirs
+from tiny_models import open_theirs
 
 import octavo
-from octavo.checkpoint.scheme import CHANNEL, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme, find_gemm
+from octavo.checkpoint.scheme import CHANNEL, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, find_gemm
 from octavo.inference import packed_experts as packed_experts_module
 from octavo.inference import packed_linear as gemm_path
 from octavo.inference.packed_experts import expert_input_cast
@@ -31,14 +29,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def no_fp8_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_fp8_gemm(monkeypatch):
     """The device has no FP8 GEMM, as an Ampere GPU has none."""
     monkeypatch.setattr("octavo.checkpoint.scheme.product_backend", lambda *args: Backend("none", "no FP8 GEMM here"))
     monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._input_cast)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_only_the_weight_is_rounded(made: Folders, tmp_path: Path, name: str) -> None:
+def test_only_the_weight_is_rounded(made, tmp_path, name):
     model = octavo.load(made(name, scheme="weight"))
     unpack(made(name, scheme="weight"), tmp_path / "unpacked")
     exact, wide = (logits(open_theirs(folder)) for folder in (made(name), tmp_path / "unpacked"))
@@ -48,7 +46,7 @@ def test_only_the_weight_is_rounded(made: Folders, tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_stacked_layers_run_as_one_gemm_and_nothing_is_quantized(made: Folders, name: str) -> None:
+def test_stacked_layers_run_as_one_gemm_and_nothing_is_quantized(made, name):
     model = octavo.load(made(name, scheme="weight"))
     seen = operations(lambda: logits(model))
     assert seen["octavo::weight_only_mm"] == 8
@@ -60,16 +58,14 @@ def test_stacked_layers_run_as_one_gemm_and_nothing_is_quantized(made: Folders, 
     assert distance(logits(model), logits(reference)) < 1e-5
 
 
-def test_the_gradient_is_that_of_the_widened_weight() -> None:
+def test_the_gradient_is_that_of_the_widened_weight():
     layer = packed_layer("weight")
     assert worst_row(*gradients(layer)) > 120
     seen = operations(lambda: gradients(layer))
     assert seen["octavo::quantize"] == seen["octavo::scaled_mm"] == 0
 
 
-def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(
-    made: Folders, no_fp8_gemm: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(made, no_fp8_gemm, monkeypatch):
     monkeypatch.setattr("octavo.inference.opening.is_gpu", lambda device: True)
     with pytest.warns(UserWarning, match=r"14 layers of the scheme channel \(no FP8 GEMM here: weight-only\)"):
         model = octavo.load(made("llama", scheme="channel"))
@@ -78,7 +74,7 @@ def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in ("static", "int8")])
-def test_every_scheme_of_fp8_has_this_path(scheme: str, no_fp8_gemm: None) -> None:
+def test_every_scheme_of_fp8_has_this_path(scheme, no_fp8_gemm):
     layer = packed_layer(scheme)
     x = torch.randn(3, layer.in_features)
     exact = x.double() @ layer.packed_weight().dequantize().double().t()
@@ -87,7 +83,7 @@ def test_every_scheme_of_fp8_has_this_path(scheme: str, no_fp8_gemm: None) -> No
     assert distance(layer(x), exact) < 1e-6
 
 
-def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_by_scheme_and_device(monkeypatch):
     assert input_cast(WEIGHT, CPU) is None
     assert input_cast(CHANNEL, CPU) == CHANNEL.inputs
     ada, ampere = GPUS["ada"], GPUS["ampere"]
@@ -109,7 +105,7 @@ def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gemm_notes(Counter([CHANNEL, WEIGHT]), CUDA)[0] == ""
 
 
-def test_a_note_names_the_layers_that_run_in_bf16_at_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_names_the_layers_that_run_in_bf16_at_many_tokens(monkeypatch):
     names = {"mx": "dequantized", "channel": "cublaslt", "weight": "triton"}
     monkeypatch.setattr(gemm_path, "find_gemm", lambda scheme, device: (scheme.inputs, Backend(names[scheme.name], "")))
     note = gemm_notes(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)[1]
@@ -119,7 +115,7 @@ def test_a_note_names_the_layers_that_run_in_bf16_at_many_tokens(monkeypatch: py
     assert gemm_notes(Counter([WEIGHT]), CPU)[1] == ""
 
 
-def test_experts_run_so_where_no_grouped_gemm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_run_so_where_no_grouped_gemm_is(monkeypatch):
     monkeypatch.setattr(packed_experts_module, "input_cast", lambda scheme, device: scheme.inputs)
     monkeypatch.setattr(packed_experts_module, "find_grouped_backend", lambda *_: Backend("none", "not a Hopper"))
     weight = torch.empty(4, 32, 64)
@@ -137,7 +133,7 @@ def test_experts_run_so_where_no_grouped_gemm_is(monkeypatch: pytest.MonkeyPatch
     assert asked[0::2] == [(ROW, ROW), (ROW, ROW), (ROW, ROW), (group(32), group(32))]
 
 
-def test_experts_without_a_cast_are_the_widened_ones(no_fp8_gemm: None) -> None:
+def test_experts_without_a_cast_are_the_widened_ones(no_fp8_gemm):
     x, index, weight = routed()
     for scheme in ("channel", "static", "block"):
         experts, _, _ = packed_experts((scheme, scheme))
@@ -149,10 +145,10 @@ def test_experts_without_a_cast_are_the_widened_ones(no_fp8_gemm: None) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
-def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme, monkeypatch):
     """torch.compile of torch 2.11 refuses a `Cast` or a `Granularity` that is made in the code that it traces."""
 
-    def refuse(self: Any) -> None:
+    def refuse(self):
         raise AssertionError(f"{type(self).__name__} is made in traced code")
 
     for kind in (Cast, Granularity):
@@ -162,7 +158,7 @@ def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkey
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         torch.compiler.reset()
 
-        def choose(x: torch.Tensor) -> torch.Tensor:
+        def choose(x):
             casts = input_cast(scheme, CUDA), expert_input_cast(scheme, x, CUDA)
             return x + 2 - sum(cast is None for cast in casts)
 
@@ -172,7 +168,7 @@ def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkey
         assert found[0, 0, 0].item() == 2 - weight_only - no_experts
 
 
-def test_a_note_names_what_was_measured_to_be_slower_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_names_what_was_measured_to_be_slower_on_this_gpu(monkeypatch):
     layers, (sizes, experts) = measured_speeds(), measured_expert_speeds()[0]
     for gpu in ("NVIDIA H200", "NVIDIA L40S"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)

@@ -1,6 +1,6 @@
 """Our models with a KV cache: the logits of a text in pieces, and of padded batches, against the text as a whole."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import model_examples
 import pytest
@@ -8,9 +8,8 @@ import torch
 from model_examples import BOTH, GQA, tokens
 
 from octavo.inference.kv_cache import ModelKVCache
-from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig, llama
+from octavo.models import llama
 
-Config = LlamaConfig | GPT2Config
 TOLERANCES = {  # of the root mean square of the logits
     "float32": 1e-5, "bfloat16": 0.03, "autocast": 0.03,
     "float32 on a GPU": 1e-3, "bfloat16 on a GPU": 0.08, "autocast on a GPU": 0.08,
@@ -18,16 +17,16 @@ TOLERANCES = {  # of the root mean square of the logits
 PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 
 
-def model_of(config: Config, precision: str) -> Llama | GPT2:
+def model_of(config, precision):
     model = model_examples.lively(config).eval()
     return model.bfloat16() if precision == "bfloat16" else model
 
 
-def computing(precision: str) -> AbstractContextManager[object]:
+def computing(precision):
     return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
 
 
-def check(found: torch.Tensor, required: torch.Tensor, precision: str) -> None:
+def check(found, required, precision):
     assert found.shape == required.shape
     error, size = (x.float().square().mean(-1).sqrt() for x in (found - required, required))
     assert (error <= TOLERANCES[precision] * size).all()
@@ -37,7 +36,7 @@ def check(found: torch.Tensor, required: torch.Tensor, precision: str) -> None:
 @PRECISIONS
 @pytest.mark.parametrize("pieces", [[15], [12, 1, 1, 1], [4, 8, 1, 2], [1] * 15], ids=str)
 @torch.no_grad()
-def test_each_row_of_a_padded_batch_is_the_row_alone(config: Config, precision: str, pieces: list[int]) -> None:
+def test_each_row_of_a_padded_batch_is_the_row_alone(config, precision, pieces):
     model, text = model_of(config, precision), tokens(4, 15)
     first = [0, 3, 11, 5]
     cache = ModelKVCache(config.layers, 15)
@@ -57,9 +56,7 @@ def test_each_row_of_a_padded_batch_is_the_row_alone(config: Config, precision: 
 @pytest.mark.parametrize("pieces", [[12, 1, 1, 1], [4, 8, 1, 2]], ids=str)
 @pytest.mark.parametrize("dtype", [None, "fp8"])
 @torch.no_grad()
-def test_rotary_embedding_and_cache_as_one_operation_give_the_same(
-    monkeypatch: pytest.MonkeyPatch, precision: str, pieces: list[int], dtype: str | None
-) -> None:
+def test_rotary_embedding_and_cache_as_one_operation_give_the_same(monkeypatch, precision, pieces, dtype):
     """The operation that a GPU has a kernel for. A CPU runs its reference here."""
     model, text, found = model_of(GQA, precision), tokens(4, 15), []
     for one in (False, True):
@@ -73,7 +70,7 @@ def test_rotary_embedding_and_cache_as_one_operation_give_the_same(
 
 @BOTH
 @torch.no_grad()
-def test_a_cache_serves_the_next_text_after_reset(config: Config) -> None:
+def test_a_cache_serves_the_next_text_after_reset(config):
     model, text = model_of(config, "float32"), tokens(2, 9)
     cache = ModelKVCache(config.layers, 9)
     cache.first = torch.tensor([0, 4], dtype=torch.int32)
@@ -84,7 +81,7 @@ def test_a_cache_serves_the_next_text_after_reset(config: Config) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 @torch.no_grad()
-def test_eight_bits_round_the_keys_and_values(dtype: str) -> None:
+def test_eight_bits_round_the_keys_and_values(dtype):
     model, text = model_of(GQA, "float32"), tokens(2)
     cache = ModelKVCache(GQA.layers, 17, dtype)
     model(text[:, :9], cache)
@@ -95,7 +92,7 @@ def test_eight_bits_round_the_keys_and_values(dtype: str) -> None:
 
 @BOTH
 @torch.no_grad()
-def test_a_text_beyond_the_context_is_an_error(config: Config) -> None:
+def test_a_text_beyond_the_context_is_an_error(config):
     model = model_of(config, "float32")
     cache = ModelKVCache(config.layers, 99)
     model(tokens(1, config.context - 1), cache)
@@ -109,9 +106,7 @@ def test_a_text_beyond_the_context_is_an_error(config: Config) -> None:
 @pytest.mark.parametrize("first", [None, [0, 3, 11, 5]])
 @pytest.mark.parametrize("pieces", [[12, 1, 1, 1], [4, 8, 1, 2]], ids=str)
 @torch.inference_mode()
-def test_a_gpu_gives_the_logits_of_a_cpu(
-    config: Config, precision: str, first: list[int] | None, pieces: list[int]
-) -> None:
+def test_a_gpu_gives_the_logits_of_a_cpu(config, precision, first, pieces):
     model, text = model_examples.lively(config).eval(), tokens(4, 15)
     begin = first or [0] * 4
     required = [model(text[row : row + 1, begin[row] :])[0] for row in range(4)]

@@ -108,11 +108,14 @@ def test_what_is_left_alone_is_named() -> None:
         "own": Own(32, 4),
         "with_keys": attention(add_bias_kv=True),
         "skipped": attention(),
+        "inner": attention(),
         "body": nn.Linear(8, 8),
     }
     model = nn.ModuleDict(parts)
-    report = octavo.convert(model, skip=["skipped"])
-    assert report.converted == ["body"]
+    report = octavo.convert(model, skip=["skipped", "inner.out_proj"])
+    assert report.converted == ["body", "inner.in_proj_weight"]
+    x = torch.randn(2, 5, 32)
+    assert model["inner"](x, x, x)[0].shape == x.shape
     left = {entry.name for entry in report.coverage.left}
     assert {"own.in_proj_weight", "with_keys.in_proj_weight", "skipped.in_proj_weight"} <= left
     assert report.skipped["skipped.in_proj_weight"] == "skip='skipped'"

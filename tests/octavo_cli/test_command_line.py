@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -205,21 +206,14 @@ def ending(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
     return call
 
 
-def raising(error: BaseException) -> Callable[[], Any]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
 _MISFITS = (quantize(torch.zeros(2, 3), Cast()), quantize(torch.zeros(2, 4), Cast()))
 FAULTS = {
-    "TypeError": raising(TypeError("Octavo added a word to a number")),
-    "KeyError": raising(KeyError("x")),
-    "RecursionError": raising(RecursionError("too deep")),
+    "TypeError": Mock(side_effect=TypeError("Octavo added a word to a number")),
+    "KeyError": Mock(side_effect=KeyError("x")),
+    "RecursionError": Mock(side_effect=RecursionError("too deep")),
     "NotImplementedError": lambda: torch.zeros(2).to(torch.float8_e4m3fn).amax(),
     "RuntimeError": lambda: scaled_mm_reference(Operands.of(*_MISFITS)),  # raised by torch in a function of Octavo
-    "ModuleNotFoundError": raising(ModuleNotFoundError("No module named 'regex'")),
+    "ModuleNotFoundError": Mock(side_effect=ModuleNotFoundError("No module named 'regex'")),
 }
 
 
@@ -250,13 +244,13 @@ def test_a_fault_of_octavo_has_its_traceback_and_says_where_to_report_it(ending:
     ],
 )
 def test_an_error_that_the_user_can_mend_is_one_line(ending: Any, error: Any, message: str) -> None:
-    code, out, err = ending(raising(error) if isinstance(error, Exception) else error)
+    code, out, err = ending(Mock(side_effect=error) if isinstance(error, Exception) else error)
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert err.startswith(f"error: {message}")
 
 
 def test_ctrl_c_is_not_a_traceback(ending: Any) -> None:
-    assert ending(raising(KeyboardInterrupt())) == (130, "", "interrupted\n")
+    assert ending(Mock(side_effect=KeyboardInterrupt())) == (130, "", "interrupted\n")
 
 
 def test_ctrl_c_while_the_commands_are_imported_is_not_a_traceback() -> None:

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -24,7 +22,7 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "ffn_dim": 96, "word_embed_proj_d
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     """A tiny Llama, one channel of whose first block is far larger than the others."""
     folder = make_model(tmp_path_factory.mktemp("models") / "tiny", "llama")
     change_tensors(folder, lambda tensors: tensors["model.layers.0.input_layernorm.weight"][5].fill_(200))
@@ -32,7 +30,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def opt(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "opt"
     torch.manual_seed(0)
     OPTForCausalLM(OPTConfig(num_hidden_layers=2, max_position_embeddings=64, **SIZES)).save_pretrained(folder)
@@ -41,18 +39,18 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "book.txt"
     path.write_text("It was a bright cold day in April, and the clocks were striking. " * 40)
     return path
 
 
-def rows(out: str) -> list[tuple[str, str]]:
+def rows(out):
     """The first two columns of what is printed below the first line."""
     lines = [line.split("  ", 1) for line in out.splitlines() if "  " in line]
     return [(first, rest.strip()) for first, rest in lines]
@@ -61,7 +59,7 @@ def rows(out: str) -> list[tuple[str, str]]:
 # --- calibrate
 
 
-def test_calibrate(octavo: Any, llama: Path, data: Path, tmp_path: Path) -> None:
+def test_calibrate(octavo, llama, data, tmp_path):
     code, out, err = octavo("calibrate", llama, tmp_path / "out", "--data", data, *OPTIONS)
     assert (code, err) == (0, "")
     found = Calibration.load(tmp_path / "out")
@@ -76,7 +74,7 @@ def test_calibrate(octavo: Any, llama: Path, data: Path, tmp_path: Path) -> None
     assert found.sites["model.layers.0.self_attn.q_proj.input"].outlier_channels().tolist() == [5]
 
 
-def test_it_says_what_it_skipped_and_lacked(octavo: Any, llama: Path, tmp_path: Path) -> None:
+def test_it_says_what_it_skipped_and_lacked(octavo, llama, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("Folded three times. " * 40)
@@ -92,9 +90,7 @@ def test_it_says_what_it_skipped_and_lacked(octavo: Any, llama: Path, tmp_path: 
     assert "2 prompts (30 asked for, the data has no more), 8 tokens" in out
 
 
-def test_an_interrupt_says_how_to_continue(
-    octavo: Any, llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_says_how_to_continue(octavo, llama, data, tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.calibration.calibrate", Mock(side_effect=KeyboardInterrupt))
     code, _, err = octavo("calibrate", llama, tmp_path / "out", "--data", data)
     assert code == 130
@@ -104,7 +100,7 @@ def test_an_interrupt_says_how_to_continue(
 # --- pack
 
 
-def test_sizes_stand_together(octavo: Any, opt: Path, tmp_path: Path) -> None:
+def test_sizes_stand_together(octavo, opt, tmp_path):
     code, out, err = octavo("pack", opt, tmp_path / "out", "--skip", "*.fc2")
     assert (code, err) == (0, "")
     said = dict(rows(out))
@@ -114,9 +110,7 @@ def test_sizes_stand_together(octavo: Any, opt: Path, tmp_path: Path) -> None:
     assert said["size of packed layers"] == sizes
 
 
-def test_a_cache_of_opt_opens_in_transformers(
-    octavo: Any, opt: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_opt_opens_in_transformers(octavo, opt, data, tmp_path, monkeypatch):
     """OPT's config.json does not state num_key_value_heads, which compressed-tensors makes the cache by."""
     know_caches(monkeypatch)
     assert "num_key_value_heads" not in json.loads((opt / "config.json").read_text())
@@ -134,14 +128,14 @@ def test_a_cache_of_opt_opens_in_transformers(
     assert "num_key_value_heads" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
-def test_a_model_without_a_tokenizer(octavo: Any, opt: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer(octavo, opt, tmp_path):
     source = shutil.copytree(opt, tmp_path / "source", ignore=shutil.ignore_patterns("tokenizer*"))
     code, out, _ = octavo("pack", source, tmp_path / "out")
     assert code == 0
     assert dict(rows(out))["no tokenizer"] == "the source has none, and octavo generate needs one"
 
 
-def test_a_budget(octavo: Any, qwen: Path, data: Path, tmp_path: Path) -> None:
+def test_a_budget(octavo, qwen, data, tmp_path):
     options = ("--data", data, "--samples", 6, "--context", 24)
     code, out, err = octavo("pack", qwen, tmp_path / "all", "--budget", "kl=9", *options)
     assert (code, err) == (0, "")
@@ -162,7 +156,7 @@ def test_a_budget(octavo: Any, qwen: Path, data: Path, tmp_path: Path) -> None:
     assert re.search(rf"left in BF16 +{layers} by the budget, in the table below", out)
 
 
-def test_smooth_and_rotate(octavo: Any, qwen: Path, data: Path, tmp_path: Path) -> None:
+def test_smooth_and_rotate(octavo, qwen, data, tmp_path):
     options = ("--samples", 8, "--context", 24)
     assert octavo("calibrate", qwen, tmp_path / "calibrated", "--data", data, *options)[0] == 0
     words = ("--smooth", tmp_path / "calibrated", "--alpha", 0.6, "--rotate")
@@ -200,7 +194,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_refused(refused: Any, opt: Path, data: Path, tmp_path: Path, words: str) -> None:
+def test_refused(refused, opt, data, tmp_path, words):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\nnot json\n')
     places = {"opt": opt, "data": data, "out": tmp_path / "out", "bad": tmp_path / "bad.jsonl"}
     assert REFUSED[words] in refused(*(word.format(**places) for word in words.split()))

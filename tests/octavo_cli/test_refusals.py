@@ -4,15 +4,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Folders, write_text
+from tiny_models import write_text
 from verify_examples import change_json, change_tensors
 
-Octavo = Callable[..., tuple[int, str, str]]
-Refused = Callable[..., str]
 COMMANDS = {
     "generate": "generate {model} --prompt a --device cpu",
     "evaluate": "evaluate {model} --data {text} --device cpu",
@@ -28,13 +25,13 @@ WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _made_before(made: Folders) -> None:
+def _made_before(made):
     """transformers shows a bar as it writes the model, which is no line of a command."""
     for scheme in ("channel", "int8", "mx"):
         made("llama", scheme=scheme)
 
 
-def words_of(command: str, model: Path, text: Path) -> list[str]:
+def words_of(command, model, text):
     places = {"model": model, "text": text, "out": model.with_name("out")}
     return COMMANDS.get(command, command).format(**places).split()
 
@@ -55,9 +52,7 @@ DAMAGES: dict[str, tuple[str | Callable[[dict[str, torch.Tensor]], object], str]
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_codes_are_not_read_as_weights(
-    refused: Refused, made: Folders, tmp_path: Path, command: str, damage: str
-) -> None:
+def test_codes_are_not_read_as_weights(refused, made, tmp_path, command, damage):
     what, message = DAMAGES[damage]
     if isinstance(what, str):
         model = shutil.copytree(made("llama", scheme=what), tmp_path / "model")
@@ -69,7 +64,7 @@ def test_codes_are_not_read_as_weights(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 
-def test_a_tensor_of_an_older_file_is_not_trained(refused: Refused, made: Folders, tmp_path: Path) -> None:
+def test_a_tensor_of_an_older_file_is_not_trained(refused, made, tmp_path):
     """transformers, which opens the model, takes the tensor from the last file that holds it."""
     model = shutil.copytree(made("llama"), tmp_path / "model")
     names: list[str] = []
@@ -100,9 +95,7 @@ LOADED = (*(name for name in COMMANDS if name not in ("rotate", "gguf", "freeze"
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("command", LOADED)
-def test_a_config_of_wrong_values_is_named(
-    octavo: Octavo, made: Folders, tmp_path: Path, command: str, wrong: str
-) -> None:
+def test_a_config_of_wrong_values_is_named(octavo, made, tmp_path, command, wrong):
     scheme = {"scheme": "channel"} if command == "packed" else {}
     model = shutil.copytree(made("llama", **scheme), tmp_path / "model")
     change_json(model / "config.json", lambda config: config.update(WRONG[wrong]))
@@ -126,9 +119,7 @@ def test_a_config_of_wrong_values_is_named(
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_a_tokenizer_that_does_not_open_or_fit(
-    octavo: Octavo, made: Folders, tmp_path: Path, command: str, damage: str | dict[str, object], message: str
-) -> None:
+def test_a_tokenizer_that_does_not_open_or_fit(octavo, made, tmp_path, command, damage, message):
     """Of the bytes as a BPE with other entries, or with another text."""
     model = shutil.copytree(made("llama"), tmp_path / "model")
     path = model / "tokenizer.json"
@@ -153,9 +144,7 @@ DAMAGED_RUNS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]]
 
 @pytest.mark.parametrize("damage", DAMAGED_RUNS)
 @pytest.mark.parametrize("command", ["generate", "evaluate", "train --resume {model} --steps 6", "pack"])
-def test_a_damaged_checkpoint_is_refused(
-    octavo: Octavo, trained: Path, tmp_path: Path, command: str, damage: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused(octavo, trained, tmp_path, command, damage):
     copy = shutil.copytree(trained / "bf16", tmp_path / "run")
     change, message = DAMAGED_RUNS[damage]
     change_tensors(copy / "step-00000004", change)
@@ -167,7 +156,7 @@ def test_a_damaged_checkpoint_is_refused(
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(refused: Refused, trained: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(refused, trained, tmp_path):
     copy = shutil.copytree(trained / "bf16", tmp_path / "run")
     (copy / "step-00000004" / "train.json").unlink()
     assert "to resume from the one before it" in refused("train", "--resume", copy, "--steps", "6")
@@ -177,7 +166,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(refused: Refused, t
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Path) -> Path:
+def places(tmp_path_factory, made, trained):
     """A folder with text.txt, the runs bf16, fp8, again (another seed) and bare (no tokenizer), packed, and llama."""
     root = shutil.copytree(trained, tmp_path_factory.mktemp("places") / "places")
     change_json(shutil.copytree(root / "bf16", root / "again") / "config.json", lambda config: config.update(seed=9))
@@ -249,9 +238,7 @@ OF_RUN = "is a checkpoint of the run fp8: give fp8, and to choose one --step"
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_command_says_what_it_needs(
-    refused: Refused, places: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], advice: str
-) -> None:
+def test_a_command_says_what_it_needs(refused, places, monkeypatch, words, advice):
     monkeypatch.chdir(places)
     err = refused(*words)
     assert re.search(advice, err), err

@@ -6,7 +6,6 @@ import json.decoder
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,13 +25,12 @@ from octavo.train.run_records import ONE_SEED
 from octavo.train.trainer import Trainer
 from octavo_cli.train import _advice
 
-Octavo = Callable[..., tuple[Any, str, str]]
 TOML = "".join(f"{name} = {json.dumps(value)}\n" for name, value in SMALLEST.items())
 QUICK = ("train", "tiny.toml", "--data=text.txt", "--recipe=bf16", "--out=run")
 
 
 @pytest.fixture
-def here(tmp_path: Path, book: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, book, monkeypatch):
     """A folder to stand in, with text.txt, other.txt and tiny.toml."""
     monkeypatch.chdir(tmp_path)
     half = len(book) // 2
@@ -41,14 +39,14 @@ def here(tmp_path: Path, book: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def written_settings(run: Path) -> Config:
+def written_settings(run):
     return Config.from_dict(json.loads((run / "config.json").read_text()))
 
 
 # --- train
 
 
-def test_a_run_and_its_continuation(octavo: Octavo, here: Path) -> None:
+def test_a_run_and_its_continuation(octavo, here):
     code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "other.txt", "--recipe=delayed", "--out", "run")
     assert (code, err) == (0, "")
     steps = [line for line in out.splitlines() if line.startswith("step ") and "/4" in line]
@@ -64,7 +62,7 @@ def test_a_run_and_its_continuation(octavo: Octavo, here: Path) -> None:
     assert sorted(path.name for path in (here / "run").glob("step-*")) == [f"step-0000000{n}" for n in (2, 4, 6)]
 
 
-def test_settings_may_come_first_and_without_a_file(octavo: Octavo, here: Path) -> None:
+def test_settings_may_come_first_and_without_a_file(octavo, here):
     tiny = [f"--{name}={value}" for name, value in SMALLEST.items() if name != "steps"]
     code, out, err = octavo("train", "--steps", "3", *tiny, "--no-tied", *QUICK[2:])
     assert (code, err) == (0, "")
@@ -74,12 +72,10 @@ def test_settings_may_come_first_and_without_a_file(octavo: Octavo, here: Path) 
 
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_signal_ends_with_the_way_on_and_a_second_one_at_once(
-    octavo: Octavo, here: Path, monkeypatch: pytest.MonkeyPatch, signals: int
-) -> None:
+def test_a_signal_ends_with_the_way_on_and_a_second_one_at_once(octavo, here, monkeypatch, signals):
     step = Trainer.step
 
-    def stepped(trainer: Trainer) -> Any:
+    def stepped(trainer):
         result = step(trainer)
         for _ in range(signals if trainer.state.step == 2 else 0):
             os.kill(os.getpid(), signal.SIGINT)
@@ -109,9 +105,7 @@ def test_a_signal_ends_with_the_way_on_and_a_second_one_at_once(
     ],
     ids=" ".join,
 )
-def test_a_bad_setting_is_one_line_and_writes_nothing(
-    refused: Callable[..., str], here: Path, words: list[str], essentials: list[str]
-) -> None:
+def test_a_bad_setting_is_one_line_and_writes_nothing(refused, here, words, essentials):
     for name, text in {"short.txt": "short", "bad.toml": "step = 3", "empty.txt": "# nothing\n"}.items():
         (here / name).write_text(text)
     before = {path: path.read_bytes() for path in sorted(here.rglob("*")) if path.is_file()}
@@ -122,7 +116,7 @@ def test_a_bad_setting_is_one_line_and_writes_nothing(
     assert {path: path.read_bytes() for path in sorted(here.rglob("*")) if path.is_file()} == before
 
 
-def test_settings_lists_every_one_with_its_default(octavo: Octavo) -> None:
+def test_settings_lists_every_one_with_its_default(octavo):
     code, out, _ = octavo("train", "--settings")
     assert code == 0
     rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("--")}
@@ -138,12 +132,12 @@ BISECT = ("bisect", "tiny.toml", "--data", "text.txt", "--width=16", "--steps=3"
 
 
 @pytest.fixture
-def text(here: Path) -> Path:
+def text(here):
     (here / "text.txt").write_text(inspect.getsource(json.decoder))
     return here
 
 
-def test_a_gap_that_is_not_resolved_is_said_with_the_seeds_that_would_do(octavo: Octavo, text: Path) -> None:
+def test_a_gap_that_is_not_resolved_is_said_with_the_seeds_that_would_do(octavo, text):
     code, out, err = octavo(*BISECT, "--seeds", "3")
     assert code == 0
     assert "y, dx, dw  all 7" in out
@@ -159,12 +153,10 @@ def test_a_gap_that_is_not_resolved_is_said_with_the_seeds_that_would_do(octavo:
     assert [trial["gemms"] for trial in answer["trials"]] == [["y", "dx", "dw"]]
 
 
-def test_a_cause_is_named_with_the_settings_that_avoid_it(
-    octavo: Octavo, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cause_is_named_with_the_settings_that_avoid_it(octavo, text, monkeypatch):
     bad = "model.layers.0.mlp.up_proj"
 
-    def gap(runs: Any, part: Any, seeds: Any) -> tuple[float, ...]:
+    def gap(runs, part, seeds):
         size = 0.1 * ("dw" in part.gemms and (part.layers is None or bad in part.layers))
         return size, size + 0.001
 
@@ -177,19 +169,19 @@ def test_a_cause_is_named_with_the_settings_that_avoid_it(
     assert f"--skip {bad} keeps these layers in BF16" in out
 
 
-def test_more_seeds_are_advised_only_for_a_gap_that_is_searched() -> None:
+def test_more_seeds_are_advised_only_for_a_gap_that_is_searched():
     gap = Trial(Part(("y",)), (0.0001, 0.0003), 0.0013)  # 0.02 %
     assert "--seeds" in _advice(gap, 0.0001)
     assert "more seeds find nothing" in _advice(gap, 0.0005)
 
 
 @pytest.mark.parametrize("options", [(), ("--seeds", "2")])
-def test_a_command_without_a_run_starts_none(refused: Callable[..., str], here: Path, options: tuple[str, ...]) -> None:
+def test_a_command_without_a_run_starts_none(refused, here, options):
     assert "give its settings as CONFIG, --from a run, or settings of octavo train" in refused("bisect", *options)
     assert not (here / "runs").exists()
 
 
-def test_from_takes_the_settings_of_the_run(octavo: Octavo, text: Path) -> None:
+def test_from_takes_the_settings_of_the_run(octavo, text):
     assert octavo(*QUICK[:3], "--recipe", "delayed", "--out", "run")[0] == 0
     for source in ("run", RunFolder(text / "run").newest()):
         out = octavo("bisect", "--from", source, "--seeds", "2", "--run-steps", "2", "--out", "why", "--json")[1]
@@ -198,7 +190,7 @@ def test_from_takes_the_settings_of_the_run(octavo: Octavo, text: Path) -> None:
     assert described["settings"]["recipe"] == "delayed"
 
 
-def test_an_interrupt_says_how_to_continue(octavo: Octavo, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_says_how_to_continue(octavo, text, monkeypatch):
     monkeypatch.setattr("octavo.bisection.bisect", Mock(side_effect=KeyboardInterrupt))
     code, _, err = octavo(*BISECT)
     assert code == 130
@@ -208,7 +200,7 @@ def test_an_interrupt_says_how_to_continue(octavo: Octavo, text: Path, monkeypat
 # --- compare
 
 
-def test_runs_are_compared_step_by_step(octavo: Octavo, trained: Path, logged: Any) -> None:
+def test_runs_are_compared_step_by_step(octavo, trained, logged):
     code, out, err = octavo("compare", trained / "bf16", trained / "fp8")
     assert (code, err) == (0, "")
     bf16, fp8 = logged(trained / "bf16"), logged(trained / "fp8")
@@ -228,9 +220,7 @@ def test_runs_are_compared_step_by_step(octavo: Octavo, trained: Path, logged: A
     assert found["runs"][1]["evaluations"] == {str(step): loss for step, loss in fp8.items()}
 
 
-def test_runs_without_memory_or_with_other_steps_are_compared_too(
-    octavo: Octavo, trained: Path, tmp_path: Path
-) -> None:
+def test_runs_without_memory_or_with_other_steps_are_compared_too(octavo, trained, tmp_path):
     """An older run has no peak_memory; a run that goes on has fewer steps, and may be writing a line."""
     other = shutil.copytree(trained / "fp8", tmp_path / "bf16")
     change_json(other / "config.json", lambda config: config.update(min_learning_rate=1e-6))
@@ -251,7 +241,7 @@ def test_runs_without_memory_or_with_other_steps_are_compared_too(
 
 
 @pytest.fixture(scope="module")
-def groups(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def groups(trained, tmp_path_factory):
     """Four runs of BF16 with seeds, four in FP8 that end 0.1 % higher with some spread, and two twins."""
     root = tmp_path_factory.mktemp("groups")
     changes: dict[str, dict[str, Any]] = {"bf16": {}, "fp8": {"recipe": "rowwise"}, "twin": {"disturb": 0.1}}
@@ -266,7 +256,7 @@ def groups(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
     return sorted(root.iterdir())
 
 
-def test_groups_of_runs_are_decided(octavo: Octavo, groups: list[Path]) -> None:
+def test_groups_of_runs_are_decided(octavo, groups):
     code, out, err = octavo("compare", *groups, "--decide", "0.25%")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -289,11 +279,11 @@ def test_groups_of_runs_are_decided(octavo: Octavo, groups: list[Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("runs") / "rowwise")
 
 
-def test_the_summary_and_the_page(octavo: Octavo, run: Path, tmp_path: Path) -> None:
+def test_the_summary_and_the_page(octavo, run, tmp_path):
     write_metrics(tmp_path / "bf16", 200, offset=-0.1)
     code, out, err = octavo("report", run, tmp_path / "bf16")
     assert (code, err) == (0, "")
@@ -310,7 +300,7 @@ def test_the_summary_and_the_page(octavo: Octavo, run: Path, tmp_path: Path) -> 
     assert all(text in page for text in (ONE_SEED, "What ran where", "Settings that differ", "saturation_spike"))
 
 
-def test_the_report_as_json(octavo: Octavo, run: Path, tmp_path: Path) -> None:
+def test_the_report_as_json(octavo, run, tmp_path):
     code, out, err = octavo("report", run, "--json", "--html", tmp_path / "page.html")
     assert (code, err) == (0, "")
     (found,) = json.loads(out, parse_constant=pytest.fail)
@@ -326,16 +316,14 @@ def test_the_report_as_json(octavo: Octavo, run: Path, tmp_path: Path) -> None:
     assert ONE_SEED not in (tmp_path / "page.html").read_text()  # of one run there is no gap
 
 
-def test_a_sparkline_shows_inf_and_nan() -> None:
+def test_a_sparkline_shows_inf_and_nan():
     assert sparkline(np.array([0.0, 7.0, np.nan, np.inf])) == "▁█××"
     assert sparkline(np.array([])) == ""
     assert sparkline(np.full(100, 3.0)) == "▁" * 32
     assert len(sparkline(np.arange(1000.0))) == 32
 
 
-def test_a_page_of_octavo_is_replaced_and_no_other_file(
-    octavo: Octavo, refused: Any, run: Path, tmp_path: Path
-) -> None:
+def test_a_page_of_octavo_is_replaced_and_no_other_file(octavo, refused, run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     for _ in range(2):  # the second page replaces the first
         assert octavo("report", copy)[0] == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_oracle import DTYPES, attention64, given
-from bits import on_gpu
+from bits import bits, on_gpu
 from compiled_code import calls
 from gpu_memory import poison
 from rotary_examples import cache as cache_of
@@ -160,6 +160,45 @@ def test_what_does_not_fit_is_dropped():
 
 
 # ---- a step
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", DTYPES)
+def test_a_graph_of_a_step_serves_every_step(kind, turned):
+    """Every byte and result is that of an eager step. Beyond the room the result is NaN."""
+    x = on_gpu((*projections(2, 24, 8, 2, 64, torch.bfloat16), *tables((2, 24, 64), torch.bfloat16)))
+    caches = eager, replayed = [LayerKVCache((2, 2, 24, 64), kind, device="cuda") for _ in range(2)]
+
+    def step(cache: LayerKVCache, *given: Tensor) -> Tensor:
+        if turned:
+            q, _ = cache.rotate_append(*given, keep_k=False)
+        else:
+            q, k, v = (t.unflatten(2, (-1, 64)).transpose(1, 2) for t in given[:3])
+            cache.append(k, v)
+        return cache.attend(q)
+
+    for cache in caches:
+        step(cache, *(t[:, :10] for t in x))
+        cache.freeze()
+    at = [t[:, 10:11].clone() for t in x]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles
+        step(replayed, *at)
+    torch.cuda.current_stream().wait_stream(side)
+    replayed.count.crop(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step(replayed, *at)
+    for t in range(10, 24):
+        for now, whole in zip(at, x, strict=True):
+            now.copy_(whole[:, t : t + 1])
+        graph.replay()
+        assert torch.equal(y, step(eager, *at))
+    for one, other in ((eager.keys, replayed.keys), (eager.values, replayed.values), (eager.length, replayed.length)):
+        assert torch.equal(bits(one), bits(other))
+    graph.replay()
+    assert y.isnan().all()
 
 
 @pytest.mark.parametrize("kind", DTYPES)

@@ -1,21 +1,16 @@
 """Products and attention whose rows depend on no other row: the references and, in the interpreter, the kernels."""
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from attention_oracle import attention64, given
 from gemm_examples import operands, wide
-from torch import Tensor
 
 from octavo.ops.attention import ordered_attention
 from octavo.ops.launching import Cache
 
 
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=pytest.mark.triton)])
-def run(request: Any) -> Callable[..., Tensor]:
+def run(request):
     """run(function, *values) calls the function with False here, or with True where kernels are interpreted."""
     if request.param == "reference":
         return lambda function, *values: torch.from_numpy(function(False, *values))
@@ -23,19 +18,19 @@ def run(request: Any) -> Callable[..., Tensor]:
     return lambda function, *values: torch.from_numpy(pool.submit(function, True, *values).result())
 
 
-def is_interpreted(request: Any) -> bool:
+def is_interpreted(request):
     """True for kernels. The sums of the interpreter depend on the place of a row in its tile."""
     return "kernel" in request.node.callspec.id
 
 
-def matrices(m: int, k: int, n: int, fp8: bool) -> tuple[Any, Any]:
+def matrices(m, k, n, fp8):
     if fp8:
         return operands("row", m, k, n)
     torch.manual_seed(m)
     return torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
 
 
-def product(kernel: bool, m: int, k: int, n: int, fp8: bool, rows: slice) -> np.ndarray:
+def product(kernel, m, k, n, fp8, rows):
     """Some rows of a product [m, n] with a bias and a residual of ones, computed by themselves.
 
     The kernel takes float16 in place of BF16, whose products the interpreter computes wrongly.
@@ -64,13 +59,13 @@ def test_products_against_float64(run, request, m, k, n, fp8):
         assert torch.equal(run(product, m, k, n, fp8, rows), y[rows])
 
 
-def keys_of(batch: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+def keys_of(batch, room):
     torch.manual_seed(0)
     q, keys, values, *_ = given("bf16", batch, 4, 2, room, 24, room)
     return q, keys, values
 
 
-def attention(kernel: bool, room: int, queries: slice, first: list[int] | None) -> np.ndarray:
+def attention(kernel, room, queries, first):
     """The attention of some queries of two texts of `room` tokens, as a prompt's or a step's over a longer cache."""
     q, keys, values = keys_of(2, room)
     places = None if first is None else torch.tensor(first, dtype=torch.int32)

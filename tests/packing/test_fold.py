@@ -2,8 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from packed_examples import LLAMA, lively, small_shards, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_models import open_theirs, outputs
-from torch import Tensor
 from verify_examples import change_tensors
 
 from octavo.calibration import Calibration, calibrate
@@ -32,10 +29,10 @@ from octavo.verification.verifier import verify
 DECODERS = ["llama", "mistral", "qwen2", "qwen3"]
 
 
-def make(root: Path, name: str, **change: Any) -> Path:
+def make(root, name, **change):
     """A model with some channels of each norm, of the values and of `up` 30 times larger, as in large models."""
 
-    def grow(tensors: dict[str, Tensor]) -> None:
+    def grow(tensors):
         for name, tensor in tensors.items():
             if name.endswith(("norm.weight", "v_proj.weight", "up_proj.weight", "fc1.weight", "value.weight")):
                 tensor[3::11] *= 30
@@ -45,7 +42,7 @@ def make(root: Path, name: str, **change: Any) -> Path:
     return folder
 
 
-def calibrated(folder: Path, root: Path) -> Path:
+def calibrated(folder, root):
     out = root / f"{folder.name} calibrated"
     calibrate(folder, write_data(root / "data.jsonl"), out, prompts=PromptOptions(40, 24))
     return out
@@ -56,7 +53,7 @@ def decoder(tmp_path_factory):
     """decoder(name): a model and its calibration, made once. Llama has biases."""
 
     @cache
-    def both(name: str) -> tuple[Path, Path]:
+    def both(name):
         root = tmp_path_factory.mktemp(name)
         source = make(root, name, **({"attention_bias": True, "mlp_bias": True} if name == "llama" else {}))
         return source, calibrated(source, root)
@@ -64,18 +61,18 @@ def decoder(tmp_path_factory):
     return both
 
 
-def open_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+def open_model(folder, dtype=torch.float64):
     return open_theirs(folder, dtype)
 
 
-def off(folded: Path, source: Path) -> float:
+def off(folded, source):
     """How far the outputs are apart in float64, relative."""
     found, truth = outputs(open_model(folded)), outputs(open_model(source))
     assert truth.std() > 0.1
     return distance(found, truth)
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
+def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
@@ -138,7 +135,7 @@ def test_rotation_spreads_planted_outliers(tmp_path):
     source = make(tmp_path, "llama")
     fold(source, tmp_path / "out", rotate=True)
 
-    def ratio(folder: Path) -> float:
+    def ratio(folder):
         statistics = Calibration.load(calibrated(folder, tmp_path)).sites["model.layers.1.mlp.gate_proj.input"]
         return float(statistics.channel_amax.max() / statistics.channel_amax.median())
 
@@ -230,7 +227,7 @@ def test_what_cannot_be_folded(tmp_path):
 # ---- The steps of folding as matrices: scipy's Hadamard matrices, and diagonal ones
 
 
-def matrix(size: int, runs: int) -> np.ndarray:
+def matrix(size, runs):
     """What one run of `size` after the other, each in blocks of the largest power of two, is multiplied by."""
     order = size & -size
     return scipy.linalg.block_diag(*[scipy.linalg.hadamard(order) / np.sqrt(order)] * (runs * size // order))

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from other_writers import know_caches
 from packed_examples import LLAMA, write_run
 from safetensors.torch import load_file
 from tiny_models import IDS, make_model, open_theirs, outputs, same_bytes, write_text
-from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
@@ -47,11 +44,11 @@ def bf16(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "bf16", "qwen2", num_hidden_layers=1)
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def stored(folder):
     return load_file(folder / "model.safetensors")
 
 
-def batches(folder: Path, data: list[str]) -> list[Tensor]:
+def batches(folder, data):
     return open_prompts(data, folder, PROMPTS, read_meta_model(read_config(folder), folder)).batches(PROMPTS.batch)
 
 
@@ -111,7 +108,7 @@ def test_scales_of_a_converted_model_are_packed(bf16, data, tmp_path):
     assert distance(outputs(model.eval()), outputs(load_packed(tmp_path / "out").model)) < 1e-2
 
 
-def three_delayed() -> tuple[octavo.Gemm, octavo.Gemm, octavo.Gemm]:
+def three_delayed():
     cast = octavo.Cast(granularity=octavo.numerics.Granularity(None, None), history=octavo.numerics.History())
     return octavo.Gemm(cast, cast), octavo.Gemm(cast, cast), octavo.Gemm(cast, cast)
 
@@ -133,7 +130,7 @@ def test_what_cannot_be_frozen(made, bf16, data, tmp_path):
 
 
 def test_the_commands(bf16, data, tmp_path):
-    def call(*words: object, code: int = 0) -> str:
+    def call(*words, code=0):
         result = CliRunner().invoke(app, [str(word) for word in words])
         assert result.exit_code == code, result.output or result.exception
         return result.stdout or str(result.exception)
@@ -160,21 +157,19 @@ ATTENTION = "model.layers.1.self_attn"
 
 
 @contextmanager
-def rounded_cache(
-    model: Any, scales: dict[str, tuple[Tensor, Tensor]], dtype: torch.dtype | None = None
-) -> Iterator[None]:
+def rounded_cache(model, scales, dtype=None):
     """Attention of transformers' whose keys and values went through e4m3, written down without any library.
 
     The arithmetic is that of `dtype`, or of the keys.
     """
 
-    def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    def rounded(x, scale):
         return ((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(scale.dtype) * scale).to(x.dtype)
 
     names = {id(module): name for name, module in model.named_modules()}
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(module, query, key, value, *args, **kwargs):
         k, v = (scale.to(dtype or key.dtype) for scale in scales[names[id(module)]])
         return sdpa(module, query, rounded(key, k), rounded(value, v), *args, **kwargs)
 

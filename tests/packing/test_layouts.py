@@ -7,17 +7,13 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from packed_examples import small_shards
 from safetensors.torch import load_file
 from tiny_models import make_model, outputs, same_bits, same_bytes, write_text
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 from verify_examples import change_config, change_tensors
@@ -100,16 +96,16 @@ class Toy(Layout):
     schemes = (PAIRS.name,)
     readers = "Octavo alone"
 
-    def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+    def describe(self, schemes, ignore, kv_cache):
         return {"quant_method": self.name, "group": 16, "ignore": list(ignore)}
 
-    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+    def read(self, found, linears, where):
         return dict.fromkeys(packed_layers(self, found, linears, where), PAIRS), False
 
-    def rename(self, name: str) -> str:
+    def rename(self, name):
         return name.replace(f".{SCALE_NAME}", ".toy_scale")
 
-    def names_in_memory(self, name: str, kv_cache: bool) -> list[str]:
+    def names_in_memory(self, name, kv_cache):
         return [name.replace(".toy_scale", f".{SCALE_NAME}")]
 
 
@@ -145,7 +141,7 @@ def folders(tmp_path_factory):
     return {path.name: path for path in root.iterdir()}
 
 
-def wide(folder: Path) -> dict[str, Tensor]:
+def wide(folder):
     packed = PackedTensors(folder)
     return {name: packed.weight(name).dequantize(torch.float64) for name in packed.packing.schemes}
 
@@ -256,7 +252,7 @@ def test_one_nan_is_not_repacked(folders, tmp_path, name, how):
 
 
 def test_commands(folders, tmp_path):
-    def run(*words: object) -> str:
+    def run(*words):
         done = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
         assert done.exit_code == 0, done.output
         return done.output

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -27,7 +26,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """Runs of some steps around a Llama in BF16 ("bf16"), in eight bits ("packed"), and around a mixture whose experts
     are packed too ("mixtral"). Each has its base beside it."""
     root = tmp_path_factory.mktemp("runs")
@@ -46,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def merged_by_peft(base: Path, run: Path, out: Path) -> Path:
+def merged_by_peft(base, run, out):
     """The folder `out` of the base in float32 with the adapters merged by PEFT."""
     if "quantization_config" in json.loads((base / "config.json").read_text()):
         weights = load_file(base / "model.safetensors")
@@ -65,7 +64,7 @@ def merged_by_peft(base: Path, run: Path, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "packed", "mixtral"])
-def test_the_merged_weights_are_those_of_peft(runs: Path, tmp_path: Path, kind: str) -> None:
+def test_the_merged_weights_are_those_of_peft(runs, tmp_path, kind):
     how: dict[str, Any] = {"experts": True} if kind == "mixtral" else {}
     report = pack(runs / kind, tmp_path / "packed", **how)
     pack(merged_by_peft(runs / f"{kind} base", runs / kind, tmp_path / "merged"), tmp_path / "theirs", **how)
@@ -78,13 +77,13 @@ def test_the_merged_weights_are_those_of_peft(runs: Path, tmp_path: Path, kind: 
     assert outputs(open_theirs(tmp_path / "packed")).isfinite().all()
 
 
-def rounded(w: np.ndarray) -> np.ndarray:
+def rounded(w):
     """w [N, K] with a scale for each row, rounded to E4M3 by ml_dtypes."""
     scale = np.abs(w).max(1, keepdims=True) / np.float32(448)
     return (w / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
 
 
-def test_the_report_is_that_of_an_independent_rounding(runs: Path, tmp_path: Path) -> None:
+def test_the_report_is_that_of_an_independent_rounding(runs, tmp_path):
     report = pack(runs / "bf16", tmp_path / "packed")
     assert pack(runs / "bf16 base", tmp_path / "alone").updates == {}
     base = load_file(runs / "bf16 base" / "model.safetensors")
@@ -105,7 +104,7 @@ def test_the_report_is_that_of_an_independent_rounding(runs: Path, tmp_path: Pat
     assert record == {kind: each._asdict() for kind, each in report.updates.items()}
 
 
-def scaled(runs: Path, out: Path, factor: float) -> Path:
+def scaled(runs, out, factor):
     """A copy of the run around BF16, with B times `factor`."""
     shutil.copytree(runs / "bf16", out)
     path = next(out.glob("step-*")) / "adapter_model.safetensors"
@@ -115,14 +114,12 @@ def scaled(runs: Path, out: Path, factor: float) -> Path:
 
 
 @pytest.mark.parametrize(("factor", "low", "high"), [(1e-4, 0.0, 0.05), (30.0, 0.99, 1.0)])
-def test_a_small_update_is_lost_and_a_large_one_is_kept(
-    runs: Path, tmp_path: Path, factor: float, low: float, high: float
-) -> None:
+def test_a_small_update_is_lost_and_a_large_one_is_kept(runs, tmp_path, factor, low, high):
     updates = pack(scaled(runs, tmp_path / "run", factor), tmp_path / "packed").updates.values()
     assert all(low <= each.cosine <= high for each in updates)
 
 
-def test_a_calibration_is_of_the_merged_model(runs: Path, tmp_path: Path) -> None:
+def test_a_calibration_is_of_the_merged_model(runs, tmp_path):
     calibrate(runs / "bf16", [str(runs / "text.txt")], tmp_path / "calibrated", prompts=PromptOptions(4, 32))
     report = pack(runs / "bf16", tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
     assert report.updates
@@ -132,7 +129,7 @@ def test_a_calibration_is_of_the_merged_model(runs: Path, tmp_path: Path) -> Non
         )
 
 
-def test_the_base_must_be_there_and_fit(runs: Path, tmp_path: Path) -> None:
+def test_the_base_must_be_there_and_fit(runs, tmp_path):
     run = shutil.copytree(runs / "bf16", tmp_path / "run")
     settings = json.loads((run / "config.json").read_text())
     narrow = make_model(tmp_path / "narrow", "llama", num_key_value_heads=2)

@@ -2,10 +2,8 @@
 
 import hashlib
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -13,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import IDS, Folders, built, same_bits
+from tiny_models import IDS, built, same_bits
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -26,23 +24,23 @@ from octavo.rl import checksum, push, served_weights
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
-def tokens(model: Any) -> Tensor:
+def tokens(model):
     ids = IDS[:, :8]
     found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     return found
 
 
-def pointers(model: nn.Module) -> list[int]:
+def pointers(model):
     return [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
 
 
-def packed_afresh(model: Any, folder: Path, head: Any = "bf16", **how: Any) -> Any:
+def packed_afresh(model, folder, head="bf16", **how):
     model.save_pretrained(folder / "model")
     pack(folder / "model", folder / "packed", **how)
     return octavo.load(folder / "packed", head=head)
 
 
-def trained(name: str, recipe: str | None = "rowwise", dtype: torch.dtype = torch.float32, **convert: Any) -> Any:
+def trained(name, recipe="rowwise", dtype=torch.float32, **convert):
     model = built(name, seed=1).to(dtype)
     if recipe is not None:
         octavo.convert(model, recipe, **convert)
@@ -73,9 +71,7 @@ def trained(name: str, recipe: str | None = "rowwise", dtype: torch.dtype = torc
         ("mixtral", None, {"skip": ("*.o_proj",)}),  # layers that are not packed
     ],
 )
-def test_the_engine_is_that_of_a_folder_packed_afresh(
-    made: Folders, tmp_path: Path, name: str, recipe: str | None, how: dict[str, Any]
-) -> None:
+def test_the_engine_is_that_of_a_folder_packed_afresh(made, tmp_path, name, recipe, how):
     served = octavo.load(made(name, **{"scheme": "channel"} | how))
     before, at = tokens(served), pointers(served)
     model = trained(name, recipe)
@@ -91,14 +87,14 @@ def test_the_engine_is_that_of_a_folder_packed_afresh(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_a_head_in_eight_bits_follows(made: Folders, tmp_path: Path, name: str) -> None:
+def test_a_head_in_eight_bits_follows(made, tmp_path, name):
     served = octavo.load(made(name, scheme="channel"), head="rowwise")
     model = trained(name)
     pushed = push(model, served)
     assert pushed.checksum == checksum(packed_afresh(model, tmp_path, head="rowwise"))
 
 
-def test_masters_in_bf16_and_many_pushes(made: Folders, tmp_path: Path) -> None:
+def test_masters_in_bf16_and_many_pushes(made, tmp_path):
     served, model = octavo.load(made("llama", scheme="channel")), trained("llama", dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = set()
@@ -117,7 +113,7 @@ def test_masters_in_bf16_and_many_pushes(made: Folders, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", ["data", "scale"])
-def test_a_copy_that_would_stay_as_it_was_is_noticed(made: Folders, of: str) -> None:
+def test_a_copy_that_would_stay_as_it_was_is_noticed(made, of):
     served = octavo.load(made("llama", scheme="channel"))
     before = checksum(served)
     fused = next(m for m in served.modules() if hasattr(m, "stacked"))
@@ -130,7 +126,7 @@ def test_a_copy_that_would_stay_as_it_was_is_noticed(made: Folders, of: str) -> 
     assert checksum(served) == before
 
 
-def test_a_buffer_that_was_replaced_is_stacked_again(made: Folders) -> None:
+def test_a_buffer_that_was_replaced_is_stacked_again(made):
     served, other = (octavo.load(made("llama", scheme="channel")) for _ in range(2))
     layer = served.model.layers[0].self_attn.k_proj
     layer.weight = layer.weight.clone()
@@ -139,7 +135,7 @@ def test_a_buffer_that_was_replaced_is_stacked_again(made: Folders) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"])
-def test_one_byte_changes_the_checksum(made: Folders, name: str) -> None:
+def test_one_byte_changes_the_checksum(made, name):
     served = octavo.load(made("llama", scheme="channel"))
     before = checksum(served)
     for bit in (1, 128):
@@ -150,7 +146,7 @@ def test_one_byte_changes_the_checksum(made: Folders, name: str) -> None:
     assert checksum(served) == before
 
 
-def test_the_checksum_is_of_names_shapes_and_sums(made: Folders) -> None:
+def test_the_checksum_is_of_names_shapes_and_sums(made):
     served = octavo.load(made("qwen2", scheme="channel"))
     tensors = {name: t.detach() for name, t in served.state_dict().items() if name != "lm_head.weight"}  # tied
     described = "".join(f"{name} {t.dtype} {list(t.shape)} " for name, t in tensors.items())
@@ -161,7 +157,7 @@ def test_the_checksum_is_of_names_shapes_and_sums(made: Folders) -> None:
 # --- Adapters
 
 
-def adapted(model: Any, seed: int = 0) -> Any:
+def adapted(model, seed=0):
     torch.manual_seed(seed)
     config = support(peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS))
     wrapped: Any = peft.get_peft_model(model, config)
@@ -173,7 +169,7 @@ def adapted(model: Any, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", None])
-def test_adapters_are_merged(made: Folders, tmp_path: Path, recipe: str | None) -> None:
+def test_adapters_are_merged(made, tmp_path, recipe):
     served, model = octavo.load(made("llama", scheme="channel")), adapted(trained("llama", recipe))
     weights = {name: t.clone() for name, t in model.state_dict().items()}
     pushed = push(model, served)
@@ -184,7 +180,7 @@ def test_adapters_are_merged(made: Folders, tmp_path: Path, recipe: str | None) 
 
 
 @pytest.mark.parametrize("names", [["module"], ["_orig_mod"], ["module", "_orig_mod"]])
-def test_wrappers_may_stand_around_adapters(made: Folders, names: list[str]) -> None:
+def test_wrappers_may_stand_around_adapters(made, names):
     """As DDP and torch.compile put PEFT's model under a name of theirs."""
     model, served = adapted(trained("llama")), octavo.load(made("llama", scheme="channel"))
     first = push(model, served).checksum
@@ -194,7 +190,7 @@ def test_wrappers_may_stand_around_adapters(made: Folders, names: list[str]) -> 
     assert push(model, served).checksum == first
 
 
-def test_adapters_that_are_merged_or_off_are_not_added_again(made: Folders) -> None:
+def test_adapters_that_are_merged_or_off_are_not_added_again(made):
     served, model = octavo.load(made("llama", scheme="channel")), adapted(trained("llama"))
     with model.disable_adapter():
         alone = push(model, served).checksum
@@ -204,7 +200,7 @@ def test_adapters_that_are_merged_or_off_are_not_added_again(made: Folders) -> N
     assert push(model, served).checksum == first != alone
 
 
-def test_of_modules_saved_beside_adapters_the_active_one_is_written(made: Folders) -> None:
+def test_of_modules_saved_beside_adapters_the_active_one_is_written(made):
     config = support(peft.LoraConfig(target_modules=TARGETS, modules_to_save=["lm_head"]))
     served, model = octavo.load(made("llama", scheme="channel")), peft.get_peft_model(trained("llama"), config)
     model.add_adapter("other", config)
@@ -220,7 +216,7 @@ def test_of_modules_saved_beside_adapters_the_active_one_is_written(made: Folder
     assert served.lm_head.weight.unique().tolist() == [0]
 
 
-def test_adapters_stay_adapters(made: Folders) -> None:
+def test_adapters_stay_adapters(made):
     base, model = octavo.load(made("llama", scheme="channel")), adapted(trained("llama"))
     served = adapted(base, seed=1)
     at = pointers(served)
@@ -235,7 +231,7 @@ def test_adapters_stay_adapters(made: Folders) -> None:
 # --- Ranks
 
 
-def on_ranks(rank: int, folder: Path) -> tuple[str, list[list[int]], list[str]]:
+def on_ranks(rank, folder):
     served, model = octavo.load(folder), trained("llama")
     for layer in model.model.layers:
         fully_shard(layer)
@@ -255,7 +251,7 @@ def on_ranks(rank: int, folder: Path) -> tuple[str, list[list[int]], list[str]]:
     return pushed.checksum, tokens(served).tolist(), gathered
 
 
-def test_two_ranks_push_what_one_does(made: Folders) -> None:
+def test_two_ranks_push_what_one_does(made):
     folder = made("llama", scheme="channel")
     (first, found, gathered), (second, others, _) = run_ranks(2, on_ranks, folder)
     model, served = trained("llama"), octavo.load(folder)
@@ -270,7 +266,7 @@ def test_two_ranks_push_what_one_does(made: Folders) -> None:
 # --- The tensors of a folder
 
 
-def packed_files(model: Any, folder: Path, **how: Any) -> dict[str, Tensor]:
+def packed_files(model, folder, **how):
     packed_afresh(model, folder, **how)
     return load_file(folder / "packed" / "model.safetensors")
 
@@ -288,9 +284,7 @@ def packed_files(model: Any, folder: Path, **how: Any) -> dict[str, Tensor]:
         ("vit", "rowwise", {}),
     ],
 )
-def test_served_weights_are_the_tensors_that_pack_writes(
-    tmp_path: Path, name: str, recipe: str | None, how: dict[str, Any]
-) -> None:
+def test_served_weights_are_the_tensors_that_pack_writes(tmp_path, name, recipe, how):
     model = trained(name, recipe)
     found = dict(served_weights(model, **({} if recipe else how)))
     want = packed_files(model, tmp_path, **how)
@@ -299,13 +293,13 @@ def test_served_weights_are_the_tensors_that_pack_writes(
     assert layers == sorted(layers, key=int)  # one layer after the other
 
 
-def test_served_weights_have_adapters_merged(tmp_path: Path) -> None:
+def test_served_weights_have_adapters_merged(tmp_path):
     model = adapted(trained("llama"))
     found = dict(served_weights(model))
     assert same_bits(found, packed_files(model.merge_and_unload(), tmp_path))
 
 
-def test_what_served_weights_refuse() -> None:
+def test_what_served_weights_refuse():
     with pytest.raises(TypeError, match=r"takes a model of transformers, got a Linear"):
         next(served_weights(nn.Linear(2, 2)))
     model = trained("llama", "rowwise", skip=("*.o_proj",))
@@ -322,13 +316,13 @@ LLAMA = partial(trained, "llama")
 CHANNEL = {"scheme": "channel"}
 
 
-def untied() -> Any:
+def untied():
     model = trained("qwen2")
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
     return model
 
 
-def of_dora() -> Any:
+def of_dora():
     return peft.get_peft_model(LLAMA(), peft.LoraConfig(target_modules=TARGETS, use_dora=True))
 
 
@@ -352,9 +346,7 @@ def of_dora() -> Any:
         ("llama", CHANNEL, partial(trained, "gpt2", None), "the trained model has no .*: load the folder of"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_byte_changes(
-    made: Folders, name: str, how: dict[str, Any], model: Callable[[], Any], message: str
-) -> None:
+def test_what_does_not_fit_is_refused_before_a_byte_changes(made, name, how, model, message):
     served = octavo.load(made(name, **how))
     before = checksum(served)
     with pytest.raises(ValueError, match=f"^push: .*{message}"):
@@ -362,7 +354,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_changes(
     assert checksum(served) == before
 
 
-def test_other_refusals(made: Folders, tmp_path: Path) -> None:
+def test_other_refusals(made, tmp_path):
     served = octavo.load(made("llama", scheme="channel"))
     with pytest.raises(TypeError, match=r"push takes a torch\.nn\.Module"):
         push(made("llama"), served)  # type: ignore[arg-type]
@@ -375,7 +367,7 @@ def test_other_refusals(made: Folders, tmp_path: Path) -> None:
         push(peft.get_peft_model(LLAMA(), config), both)
 
 
-def test_a_generation_is_waited_for(made: Folders) -> None:
+def test_a_generation_is_waited_for(made):
     served, model = octavo.load(made("llama", scheme="channel")), LLAMA()
     done = threading.Event()
     with served.octavo_engine.alone():
@@ -388,15 +380,13 @@ def test_a_generation_is_waited_for(made: Folders) -> None:
     assert done.is_set()
 
 
-def test_scales_of_a_cache_are_remarked(made: Folders) -> None:
+def test_scales_of_a_cache_are_remarked(made):
     (remark,) = push(LLAMA(), octavo.load(made("llama", scheme="channel", kv_cache="fp8"))).remarks
     assert "scales of keys and values are those of the calibration" in remark
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
-def test_static_scales_of_inputs_stay_those_of_the_calibration(
-    made: Folders, tmp_path: Path, recipe: str | None
-) -> None:
+def test_static_scales_of_inputs_stay_those_of_the_calibration(made, tmp_path, recipe):
     served, model = octavo.load(made("llama", scheme="static")), trained("llama", recipe)
     before = {name: t.clone() for name, t in served.state_dict().items() if name.endswith("input_scale")}
     (remark,) = push(model, served).remarks

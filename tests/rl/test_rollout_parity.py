@@ -1,17 +1,14 @@
 """How far a live engine is from the model in training: against transformers alone, and with planted faults."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import IDS, Folders, built
-from torch import Tensor
+from tiny_models import IDS, built
 from torch.distributed.fsdp import fully_shard
 
 import octavo
@@ -23,7 +20,7 @@ from octavo.train.run_records import read_runs
 from octavo.watching.storage import read_watch
 
 
-def pair(made: Folders, recipe: str | None = "rowwise", **settings: Any) -> tuple[Any, Any]:
+def pair(made, recipe="rowwise", **settings):
     model = built("llama", seed=1).eval()
     for parameter in model.parameters():  # the rotary frequencies stay in float32, as in a model that is opened
         parameter.data = parameter.data.bfloat16()
@@ -34,16 +31,16 @@ def pair(made: Folders, recipe: str | None = "rowwise", **settings: Any) -> tupl
     return model, served
 
 
-def alone(found: Any) -> dict[str, float]:
+def alone(found):
     return {name: kl for name, kl, _ in found.sources}
 
 
 @torch.no_grad()
-def log_probabilities(model: Any, ids: Tensor) -> Tensor:
+def log_probabilities(model, ids):
     return model(ids).logits[:, :-1].double().log_softmax(-1)
 
 
-def test_the_numbers_are_those_of_transformers(made: Folders) -> None:
+def test_the_numbers_are_those_of_transformers(made):
     """Against a decoding by hand, with transformers' own cache."""
     model, served = pair(made)
     found = parity(model, served, IDS)
@@ -64,7 +61,7 @@ def test_the_numbers_are_those_of_transformers(made: Folders) -> None:
     assert alone(found)["weights"] == alone(found)["attention"] == alone(found)["head"] == 0
 
 
-def test_models_of_the_same_bits_have_no_sources(made: Folders) -> None:
+def test_models_of_the_same_bits_have_no_sources(made):
     served = octavo.load(made("llama", scheme="channel"))
     other = octavo.load(made("llama", scheme="channel"))
     found = parity(served, other, IDS)
@@ -80,7 +77,7 @@ def test_models_of_the_same_bits_have_no_sources(made: Folders) -> None:
     assert (found.kl, found.mean, found.first) == (0.0, 0.0, "")
 
 
-def one_byte(served: Any) -> None:
+def one_byte(served):
     weight = served.model.layers[1].mlp.down_proj.weight.view(torch.uint8)
     weight[3, 5] ^= 0x70  # three bits of the exponent
 
@@ -93,9 +90,7 @@ def one_byte(served: Any) -> None:
         (lambda served: None, {"head": "rowwise"}, "head", "in high precision in training, by channel in the"),
     ],
 )
-def test_a_planted_fault_is_named(
-    made: Folders, plant: Callable[[Any], None], settings: dict[str, Any], source: str, detail: str
-) -> None:
+def test_a_planted_fault_is_named(made, plant, settings, source, detail):
     model, served = pair(made, **settings)
     before = alone(parity(model, served, IDS))
     plant(served)
@@ -112,7 +107,7 @@ def test_a_planted_fault_is_named(
     found.check(kl=1.0)
 
 
-def test_experts_multiply_the_same_numbers(made: Folders) -> None:
+def test_experts_multiply_the_same_numbers(made):
     model, served = built("mixtral", seed=1).bfloat16().eval(), octavo.load(made("mixtral", experts=True))
     octavo.convert(model, "rowwise")
     push(model, served)
@@ -121,14 +116,14 @@ def test_experts_multiply_the_same_numbers(made: Folders) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])  # whose attention has a softcap, or a window of 8 tokens
-def test_a_model_that_transformers_own_cache_serves(made: Folders, name: str) -> None:
+def test_a_model_that_transformers_own_cache_serves(made, name):
     served, other = (octavo.load(made(name, scheme="channel")) for _ in range(2))
     found = parity(served, other, IDS)
     assert found.tokens == IDS[:, 1:].numel()
     assert found.kl == alone(found)["sampling"] < 0.01
 
 
-def test_a_token_that_neither_model_gives(made: Folders) -> None:
+def test_a_token_that_neither_model_gives(made):
     """Some models give the rest of a padded vocabulary the logit -inf."""
     model, served = pair(made)
     for each in (model, served):
@@ -137,7 +132,7 @@ def test_a_token_that_neither_model_gives(made: Folders) -> None:
     assert 0 < parity(model, served, IDS[:, IDS.ne(255).all(0)]).kl < 0.1
 
 
-def test_a_weight_that_is_no_number_is_named(made: Folders) -> None:
+def test_a_weight_that_is_no_number_is_named(made):
     model, served = pair(made)
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
     found = parity(model, served, IDS)
@@ -148,7 +143,7 @@ def test_a_weight_that_is_no_number_is_named(made: Folders) -> None:
     assert parity(model, served, IDS).sources[0][2] == "none: the same numbers"
 
 
-def test_a_model_in_bf16_against_eight_bits(made: Folders) -> None:
+def test_a_model_in_bf16_against_eight_bits(made):
     """The mismatch of the field: weights, and activations, differ everywhere."""
     model, served = pair(made, None)
     found = parity(model, served, IDS)
@@ -159,7 +154,7 @@ def test_a_model_in_bf16_against_eight_bits(made: Folders) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), pair(made, None)[0].parameters(), strict=True))
 
 
-def test_adapters_and_padding(made: Folders) -> None:
+def test_adapters_and_padding(made):
     model, served = pair(made)
     config = support(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     wrapped: Any = peft.get_peft_model(model, config)
@@ -173,7 +168,7 @@ def test_adapters_and_padding(made: Folders) -> None:
     assert alone(merged)["weights"] == 0
 
 
-def test_what_parity_refuses(made: Folders) -> None:
+def test_what_parity_refuses(made):
     model, served = pair(made)
     with pytest.raises(ValueError, match="two tokens of each row"):
         parity(model, served, IDS[:, :1])
@@ -186,19 +181,19 @@ def test_what_parity_refuses(made: Folders) -> None:
             parity(built(name), octavo.load(made(name, scheme="channel")), IDS)
 
 
-def of_sharded(rank: int, folder: Path) -> str:
+def of_sharded(rank, folder):
     model = fully_shard(built("llama"))
     with pytest.raises(ValueError, match="parity takes") as error:
         parity(model, octavo.load(folder), IDS)
     return str(error.value)
 
 
-def test_a_sharded_model_is_refused_on_every_rank(made: Folders) -> None:
+def test_a_sharded_model_is_refused_on_every_rank(made):
     found = run_ranks(2, of_sharded, made("llama", scheme="channel"))
     assert found == ["parity takes a model that is not sharded: gather it on one device"] * 2
 
 
-def test_drift_is_an_event_of_the_watch_and_in_the_report(made: Folders, tmp_path: Path) -> None:
+def test_drift_is_an_event_of_the_watch_and_in_the_report(made, tmp_path):
     model, served = pair(made)
     drifted = replace(parity(model, served, IDS), kl=0.5)
     assert drifted.event(3, kl=0.5) is None

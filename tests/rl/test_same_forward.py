@@ -1,13 +1,10 @@
 """The mode of the same bits: log-probabilities of the trained model equal those of the served one, bit for bit."""
 
-from typing import Any
-
 import pytest
 import torch
 from bits import bits
 from same_bits_examples import NEW, answer, forward, pair, prompts
-from tiny_models import Folders, folder_maker, open_theirs
-from torch import Tensor
+from tiny_models import folder_maker, open_theirs
 
 import octavo
 from octavo.inference.transformers_cache import CACHE
@@ -17,7 +14,7 @@ RECIPES = ["rowwise", "rowwise_forward"]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tmp_path_factory):
     return folder_maker(tmp_path_factory.mktemp("models"), num_key_value_heads=2)
 
 
@@ -79,7 +76,7 @@ def test_transformers_own_loop_and_cache(folders):
             trained(texts[:, -NEW:-1], **{CACHE: cache})
 
 
-def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
+def gradients(model, ids):
     model.zero_grad()
     log_probabilities(model(ids).logits[:, :-1], ids[:, 1:]).mean().backward()
     return {name: p.grad.double() for name, p in model.named_parameters()}
@@ -150,7 +147,7 @@ REFUSED = {
 }
 
 
-def converted(make: Any, fuse_loss: bool = False, skip: list[str] | None = None, **config: Any) -> Any:
+def converted(make, fuse_loss=False, skip=None, **config):
     model = open_theirs(make("llama"))
     for name, value in config.items():
         setattr(model.config, name, value)
@@ -158,7 +155,7 @@ def converted(make: Any, fuse_loss: bool = False, skip: list[str] | None = None,
     return model
 
 
-def compiled(model: Any) -> Any:
+def compiled(model):
     model.model.layers[0].compile()
     return model
 

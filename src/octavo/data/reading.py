@@ -231,17 +231,16 @@ def _find_files(source: str, report: ReadReport) -> tuple[list[Path], bool]:
 
 def _walk(folder: Path, report: ReadReport) -> Iterator[Path]:
     """Every file below `folder`, except hidden files and files in folders that are hidden or in LEFT_OUT_FOLDERS."""
-    skip = report.skip
-    for root, folders, names in os.walk(folder, onerror=lambda error: skip(str(error.filename), "unreadable", 0)):
+    for root, folders, names in os.walk(folder, onerror=lambda e: report.skip(str(e.filename), "unreadable", 0)):
         folders[:] = sorted(name for name in folders if name not in LEFT_OUT_FOLDERS and name[0] != ".")
         for name in folders:
             if os.path.islink(os.path.join(root, name)):
-                skip(os.path.join(root, name), "a link to a folder", 0)
+                report.skip(os.path.join(root, name), "a link to a folder", 0)
         for path in (Path(root, name) for name in sorted(names) if name[0] != "."):
             if path.is_file():
                 yield path
             else:
-                skip(str(path), "not a regular file", 0)
+                report.skip(str(path), "not a regular file", 0)
 
 
 # ---- Reading a file as documents: which files are text, and how a file of rows is parsed.

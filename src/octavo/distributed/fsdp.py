@@ -1,4 +1,4 @@
-"""FSDP2's all-gather of the weights in eight bits, and the cache that keeps these fresh."""
+"""FSDP2's all-gather of the weights in eight bits, and the cache that quantizes them anew when they change."""
 
 import weakref
 from collections.abc import Sequence
@@ -147,7 +147,8 @@ class ShardCache:
     Ranks must agree on when that happens, since it takes an all-reduce. A rank that has no rows of one weight sees no
     write to it, but sees the writes to others. So it happens for all weights at once: after the step of an optimizer
     that updates all of them, or else when the next forward pass of the model begins. The all-reduce takes place in that
-    forward pass, when the first of the weights is gathered.
+    forward pass, when the first of the weights is gathered. The scales stay until the next step. The bytes are freed
+    when that forward pass has sent them, and later all-gathers cast the rows again (docs/distributed.md).
 
     `torch.distributed.checkpoint.load` writes into the tensors of a `state_dict`, which leaves no trace on the
     parameters. So after a call of `state_dict` the next forward pass looks at the numbers. It does not quantize again

@@ -100,8 +100,7 @@ class ExpertFiles:
                 converter = copy.deepcopy(next(c for c in converters if pattern in c.source_patterns))
             converter.add_tensor(renamed, part, pattern, get(part))
         ((_, stacked),) = converter.convert(name, model=self._model, config=self._model.config).items()
-        found: Tensor = stacked[0] if isinstance(stacked, list) else stacked
-        return found
+        return stacked[0] if isinstance(stacked, list) else stacked
 
     def by_model_names(
         self, get: Callable[[str], Tensor], names: Iterable[str]
@@ -119,8 +118,7 @@ class ExpertFiles:
 
     def _revert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         loading, _ = transformers_names()
-        found: dict[str, Tensor] = loading.revert_weight_conversion(self._model, {name: tensor})
-        return found
+        return loading.revert_weight_conversion(self._model, {name: tensor})
 
     def file_name(self, name: str) -> str:
         """The name in the files of a tensor of the model that is no stack, or of a layer's scale."""
@@ -191,8 +189,7 @@ class AdaptedReader(ShardReader):
         if name not in self._pairs:
             return None
         b, a = (self._adapters.get(each).float() for each in self._pairs[name])
-        update: Tensor = b @ a * self._factor  # [N,r] @ [r,K]
-        return update
+        return b @ a * self._factor  # [N,r] @ [r,K]
 
 
 def transformers_names() -> tuple[Any, Any]:

@@ -170,8 +170,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        return next(self.model.parameters()).device
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise a ValueError unless `new` tokens after a prompt of `prompt` tokens fit in the cache."""

@@ -53,8 +53,7 @@ class PackedProduct(torch.autograd.Function):
         ctx.format, ctx.granularity, ctx.x_dtype, ctx.shape = w.format, w.granularity, x.dtype, x.shape
         ctx.weight_only = weight_only
         ctx.save_for_backward(w_data, w_scale)
-        y: Tensor = product(x)
-        return y
+        return product(x)
 
     @staticmethod
     @differentiable_once

@@ -53,8 +53,7 @@ class DecoderForward:
         self.cache = ModelKVCache(model.config.layers, max_tokens, dtype, scales=scales, freezes=False)
 
     def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.model(tokens, self.cache, kept)
-        return logits
+        return self.model(tokens, self.cache, kept)
 
 
 def make_forward(model: Any, max_tokens: int, dtype: str | None, scales: Pairs | None) -> Forward:

@@ -108,7 +108,8 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
             f"leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
         )
     sides = {name: min(shape_of(layers[name])) for name in chosen}
-    if (narrowest := min(sides, key=sides.__getitem__, default=None)) and rank > sides[narrowest]:
+    narrowest = min(sides, key=sides.__getitem__, default="")
+    if narrowest and rank > sides[narrowest]:
         raise ValueError(
             f"lora {rank} requires layers with as many features; got {narrowest} with {sides[narrowest]}: give at most "
             "that, or the targets without it"

@@ -201,8 +201,7 @@ def attend_fp8(q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, *, sc
     """
     dim = index(q.shape[3])  # a constant: in the backward pass PyTorch takes a symbol of it for a stride of dy
     factor = dim**-0.5 if scale is None else scale
-    y: Tensor = _Attention.apply(q, k, v, gradients, factor)  # type: ignore[no-untyped-call]
-    return y
+    return _Attention.apply(q, k, v, gradients, factor)  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
@@ -260,6 +259,9 @@ def use_fp8_attention(
         ValueError: the model has no causal attention that can be replaced, or the GPU, its libraries or the head size
             do not have FP8 attention.
 
+    Example:
+        >>> octavo.convert(model, "rowwise")
+        >>> octavo.nn.use_fp8_attention(model)
     """
     found = find_attention(model, device)
     place = next(model.parameters()).device

@@ -187,9 +187,10 @@ def convert(
     chosen = {row.name for row in (*rows, *stacks) if not row.reason}
     for layer in (*products, *linears, *layers):
         _change(layer, recipe, chosen)
-    mark_saved_inputs(model)
     if attention == "fp8":
-        use_fp8_attention(model, device=device)
+        use_fp8_attention(model, device=device)  # which marks the inputs too
+    else:
+        mark_saved_inputs(model)
     leave_fast_paths(model)
     if loss is not None:
         join_loss(*loss, head)

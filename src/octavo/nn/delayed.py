@@ -179,5 +179,4 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def weight_amax(w: Any) -> Tensor:
     """The largest magnitude of a weight, 0-dim; of a sharded one (DTensor) on all ranks, which all must call this."""
     amax = w.detach().abs().amax()
-    whole: Tensor = amax.full_tensor() if hasattr(amax, "full_tensor") else amax
-    return whole
+    return amax.full_tensor() if hasattr(amax, "full_tensor") else amax

@@ -388,8 +388,7 @@ class LossHead:
     def forward(self, x: Tensor) -> Tensor:
         if self.task is not None:
             return self.task.run(x, self.weight, *self.options)
-        y: Tensor = super().forward(x)  # type: ignore[misc]  # of the head's own class
-        return y
+        return super().forward(x)  # type: ignore[misc]  # of the head's own class
 
 
 class LossModel:

@@ -269,8 +269,7 @@ def convert_layer(module: nn.Module, ours: type[L], recipe: Recipe, name: str) -
     else:
         mix_into(layer, ours)
     layer.prepare(recipe, name, next(module.parameters()).device)
-    converted: L = layer
-    return converted
+    return layer
 
 
 def restore_layer(module: Any) -> bool:

@@ -161,8 +161,7 @@ def rows(x: Any) -> Any:
 
 def shaped(y: Tensor, shape: torch.Size) -> Tensor:
     """y [T, N], which was computed here, as an output [..., N] for an input of `shape`. FSDP warns of a view."""
-    result: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
-    return result
+    return torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
 
 
 # ---- Layers as operations of PyTorch's dispatcher, for torch.compile.
@@ -186,8 +185,7 @@ def composite(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         name = schema[: schema.index("(")]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
-        overload: Callable[..., Any] = getattr(torch.ops.octavo, name).default
-        return overload
+        return getattr(torch.ops.octavo, name).default
 
     return register
 
@@ -201,13 +199,10 @@ read_recipe = cache(Recipe.from_json)
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTensor | None) -> Tensor:
     """y [..., N] = x [..., K] @ w [N, K]^T + bias [N], differentiable; `cached` is w, quantized, where it is held."""
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
-    y: Tensor
     if call.is_operation:
         constants = call.recipe.text, call.dtype, call.input_is_saved
-        y = _linear(x, w, bias, data, scale, *constants)
-    else:
-        y = _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
-    return y
+        return _linear(x, w, bias, data, scale, *constants)
+    return _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
 
 
 @composite(

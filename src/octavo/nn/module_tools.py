@@ -252,8 +252,7 @@ def unmix(module: nn.Module) -> bool:
 
 def parts_of(cls: Any) -> tuple[Any, ...]:
     """The classes that `mix_classes` made `cls` of, ours first; `cls` alone if it was not mixed."""
-    parts: tuple[Any, ...] = cls.__dict__.get("_octavo_parts", (cls,))
-    return parts
+    return cls.__dict__.get("_octavo_parts", (cls,))
 
 
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:

@@ -71,8 +71,7 @@ def observe_group(
 
 def observer_of(module: Any) -> Observer | None:
     """The observer of a module that is being trained. Evaluation is not recorded."""
-    observer: Observer | None = module.observer if module.training else None
-    return observer
+    return module.observer if module.training else None
 
 
 def observe_xw(

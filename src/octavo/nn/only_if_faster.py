@@ -321,8 +321,7 @@ def compiled(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
     """y[M,N] of x[M,K] and w[N,K] by the forward pass of `layer`, compiled for any sizes."""
 
     def forward(x: Tensor, w: Tensor) -> Tensor:
-        y: Tensor = functional_call(layer, {"weight": w}, (x,))
-        return y
+        return functional_call(layer, {"weight": w}, (x,))
 
     # The compiler stores and counts compilations by code object: with a copy of it, each layer has its own.
     own = FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)

@@ -16,8 +16,7 @@ from octavo.numerics.scaling import hadamard
 
 def local_part(t: Any) -> Tensor:
     """The part of a DTensor that this rank holds, in the same memory; any other tensor as it is."""
-    part: Tensor = getattr(t, "_local_tensor", t)
-    return part
+    return getattr(t, "_local_tensor", t)
 
 
 def device_of(p: Any) -> torch.device:
@@ -25,8 +24,7 @@ def device_of(p: Any) -> torch.device:
     if hasattr(p, "device_mesh"):
         kind = p.device_mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    device: torch.device = getattr(p, "computing_device", p.device)
-    return device
+    return getattr(p, "computing_device", p.device)
 
 
 # ---- The unsharded weight of a layer, as `octavo.distributed.fp8_all_gather` makes FSDP2 gather it: quantized.
@@ -78,8 +76,7 @@ class GatheredWeight(Tensor):
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] as numbers of its dtype, differentiable: the gradient of the result is the weight's."""
-        wide: Tensor = _Dequantize.apply(self)  # type: ignore[no-untyped-call]
-        return wide
+        return _Dequantize.apply(self)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # AOTAutograd prints weights that have no bytes now.

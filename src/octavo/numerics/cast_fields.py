@@ -62,8 +62,7 @@ def read_cast(values: object, where: str) -> Cast:
         found["history"] = _made(History, history, f"{where}.history")
     if "granularity" in found:
         found["granularity"] = _made(parse_granularity, {"name": found["granularity"]}, f"{where}.granularity")
-    cast: Cast = _made(Cast, found, where)
-    return cast
+    return _made(Cast, found, where)
 
 
 def _kinds(cls: type) -> dict[str, Any]:

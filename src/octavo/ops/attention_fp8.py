@@ -227,8 +227,9 @@ def _fp8_attention(
     scales = {"q": q_scale.view(1), "k": k_scale.view(1), "v": v_scale.view(1)}
     rows = Heads(*(x if x.stride(-1) == 1 else x.contiguous() for x in heads))
     values: Any = rows, scales, P_SCALE, scale, dtype
-    if not _runs_cudnn(heads.q) or heads.q.shape[2] == 1:  # cuDNN 9.19 leaves one query to its kernels for Ampere,
-        return attend_reference(*values)  # which have no FP8
+    # cuDNN 9.19 leaves one query to its kernels for Ampere, which have no FP8.
+    if not _runs_cudnn(heads.q) or heads.q.shape[2] == 1:
+        return attend_reference(*values)
     from octavo.ops.kernels import attention_fp8 as kernel
 
     return kernel.attend(*values)

@@ -18,6 +18,7 @@ from octavo.numerics.qtensor import ROW, Cast, Granularity, block, group
 from octavo.ops.launching import (
     FORMATS,
     HAS_TRITON,
+    HEAD_DIM,
     NVIDIA,
     GpuArchitecture,
     Place,
@@ -319,7 +320,6 @@ def find_int8_backend(device: Place) -> Backend:
 
 
 GRADIENT_TILE = 128  # tokens: of 200, which it does not divide, cuDNN 9.19 gave dq with 17 dB on an H200, not 21
-HEAD_DIM = 128  # the only one whose gradient Hopper has, and the only one that is faster than BF16
 HEAD_DIMS = (64, HEAD_DIM)  # in training: the gradient of 64 is computed as one of 128
 SHORTEST_PROMPT = 4096  # tokens: with fewer, its attention is faster in BF16 than in FP8 with its casts
 HAS_CUDNN = find_spec("cudnn") is not None  # nvidia-cudnn-frontend; found at import, as Triton is
@@ -342,7 +342,8 @@ def fp8_attention_limit(device: Place, head_dim: int, *, training: bool = False)
         if major < 9 or major > 10:
             return f"cuDNN has FP8 attention for compute capability 9.0 and 10.0, and this GPU has {major}.{minor}"
     if training and head_dim not in HEAD_DIMS:
-        return f"FP8 attention takes heads of 64 and 128 elements, and these have {head_dim}"
+        taken = " and ".join(map(str, HEAD_DIMS))
+        return f"FP8 attention takes heads of {taken} elements, and these have {head_dim}"
     if not training and head_dim != HEAD_DIM:
         return f"FP8 attention was measured with heads of {HEAD_DIM} elements alone, and these have {head_dim}"
     if isinstance(device, torch.device) and not HAS_CUDNN:

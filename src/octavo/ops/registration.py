@@ -106,8 +106,7 @@ class Operation(Generic[Result]):
     @cached_property
     def kernel(self) -> Function:
         """Imported, and Triton with it, when the first CUDA tensor comes."""
-        found: Function = getattr(import_module(f"octavo.ops.kernels.{self.kernels}"), self.name)
-        return found
+        return getattr(import_module(f"octavo.ops.kernels.{self.kernels}"), self.name)
 
     def inlines(self, *args: Any) -> bool:
         """True if the function consists of views, allocations and kernel launches for these arguments, or

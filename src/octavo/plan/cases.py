@@ -260,8 +260,7 @@ def _shared(config: Config, sequences: int, data: int) -> Config:
 @cache
 def model_presets() -> dict[str, dict[str, Any]]:
     """The fields of each preset, by its name, as in a config.json; "source" is where they come from."""
-    presets: dict[str, dict[str, Any]] = json.loads((files("octavo.plan") / "models.json").read_text())
-    return presets
+    return json.loads((files("octavo.plan") / "models.json").read_text())
 
 
 def find_architecture(model: str, config: Config) -> Architecture:

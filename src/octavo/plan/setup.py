@@ -93,14 +93,13 @@ def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) 
 def own_states() -> dict[str, States]:
     """Ways to train in `octavo train` that differ in their states, from the default to the smallest."""
     ways = {
-        "octavo, default": OptimizerSettings(),
-        "octavo, optimizer.state = 8bit": OptimizerSettings(state="8bit"),
-        "octavo, also optimizer.weights = bf16": OptimizerSettings(state="8bit", weights="bf16"),
-        "octavo, optimizer.offload": OptimizerSettings(offload=True),
-        "octavo rowwise, optimizer.masters = host": OptimizerSettings(masters="host"),
+        "octavo, default": (OptimizerSettings(), "bf16"),
+        "octavo, optimizer.state = 8bit": (OptimizerSettings(state="8bit"), "bf16"),
+        "octavo, also optimizer.weights = bf16": (OptimizerSettings(state="8bit", weights="bf16"), "bf16"),
+        "octavo, optimizer.offload": (OptimizerSettings(offload=True), "bf16"),
+        "octavo rowwise, optimizer.masters = host": (OptimizerSettings(masters="host"), "rowwise"),
     }
-    recipes = {name: get_recipe("rowwise" if "rowwise" in name else "bf16") for name in ways}
-    return {name: states_of(settings, recipes[name], accumulate=1) for name, settings in ways.items()}
+    return {name: states_of(settings, get_recipe(recipe), accumulate=1) for name, (settings, recipe) in ways.items()}
 
 
 # ---- The setup.

@@ -82,8 +82,7 @@ class Gpu:
 @functools.cache
 def _read(file: str) -> dict[str, Any]:
     """The object in a file beside this one. Keys that are digits, numbers of tokens, are numbers."""
-    found: dict[str, Any] = json.loads((files("octavo.rates") / file).read_text(), object_hook=_with_numbers)
-    return found
+    return json.loads((files("octavo.rates") / file).read_text(), object_hook=_with_numbers)
 
 
 def _with_numbers(values: dict[str, Any]) -> dict[str | int, Any]:

@@ -478,6 +478,15 @@ def refuse(config: Config, *rows: Refusal) -> None:
             raise ConfigError(f"{name} {attrgetter(name)(config)} requires {required}; got {got}: {remedy}")
 
 
+BESIDE_HOST: dict[str, tuple[Any, ...]] = {  # what masters on the host take of other settings
+    "precision": ("bf16", "fp32"),
+    "optimizer.weights": ("fp32",),
+    "optimizer.state": ("fp32",),
+    "optimizer.offload": (False,),
+    "lora": (0,),
+}
+
+
 def _check(config: Config) -> None:
     names, built_in = ", ".join(BUILT_IN_MODELS), config.model in BUILT_IN_MODELS
     # A bare word that is no folder is a misspelt name. A path is left to who opens it: the settings of a finished
@@ -508,10 +517,8 @@ def _check(config: Config) -> None:
          "give --model FOLDER, or leave lora out"),
         *((name, config.lora and attrgetter(name)(config), "a run that trains all weights", f"lora {config.lora}",
            "leave one out") for name in ("calibration", "optimizer.offload")),
-        *(("optimizer.masters", config.optimizer.masters == "host" and attrgetter(name)(config) not in known,
-           f"{name} {known[0]}", attrgetter(name)(config), "leave one out") for name, *known in (
-            ("precision", "bf16", "fp32"), ("optimizer.weights", "fp32"), ("optimizer.state", "fp32"),
-            ("optimizer.offload", False), ("lora", 0))),
+        *(("optimizer.masters", config.optimizer.masters == "host" and attrgetter(name)(config) not in taken,
+           f"{name} {taken[0]}", attrgetter(name)(config), "leave one out") for name, taken in BESIDE_HOST.items()),
         ("min_learning_rate", config.min_learning_rate > config.learning_rate, "a learning_rate as large",
          f"learning_rate {config.learning_rate}", "lower it"),
         ("warmup", config.warmup >= steps, f"more {of_steps}", f"{of_steps} {steps}", "lower it"),

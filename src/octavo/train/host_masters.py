@@ -39,7 +39,7 @@ class HostAdamW(torch.optim.AdamW):
     """AdamW on masters, by the threads of `HostMasters`."""
 
     hosted: "HostMasters"
-    found_inf: Tensor
+    found_inf: Tensor  # of the GradScaler
 
     def step(self, closure: Any = None) -> Any:
         if not self.found_inf:
@@ -169,6 +169,7 @@ class HostMasters:
             self._build()
             self._recipes = recipes
         self.beside = beside
+        # A step that a promotion repeats must have changed no weight.
         self._at_once = beside and self.config.clip == 0 and self.config.watch.on_warning != "promote"
         for weight in self._weights:
             weight.left = 0

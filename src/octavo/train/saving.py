@@ -49,6 +49,7 @@ from octavo.checkpoint.folder import (
     writing,
 )
 from octavo.scales import cast_once, load_scale_state, scale_state
+from octavo.train.host_masters import HostMasters
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import pin, rank, same_outcome, unpin, world_size
 from octavo.util import check_kinds
@@ -68,8 +69,11 @@ class TrainState:
     fingerprint: str
     step: int = 0
     skipped_steps: int = 0
-    hosted: Any = None  # the `HostMasters` of a run with optimizer.masters = "host"
-    on_device: Callable[..., AbstractContextManager[Any]] = nullcontext  # within the block the model computes
+    hosted: HostMasters | None = None  # of a run with optimizer.masters = "host"
+
+    def on_device(self, *, beside: bool = False) -> AbstractContextManager[None]:
+        """Within the block the model computes. `beside` is that of `HostMasters.on_device`."""
+        return nullcontext() if self.hosted is None else self.hosted.on_device(beside)
 
     def cast_once(self) -> AbstractContextManager[None]:
         """Within the block each weight is cast once a step. With masters on the host the device has the bytes."""
@@ -166,12 +170,10 @@ def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
         if tensor.numel():  # a parameter with fewer rows than there are ranks
             part = reader.get_part(name, offsets, tensor.shape)
             if part.is_floating_point() and not is_finite(part):
+                earlier = "Take an earlier checkpoint (--step); to resume from it, move this folder out of the run"
                 raise ArtifactError(
                     f"{reader.folder}: {name} holds inf or NaN: the run had diverged by then. "
-                    + _or_anew(
-                        reader.folder,
-                        "Take an earlier checkpoint (--step); to resume from it, move this folder out of the run",
-                    )
+                    + _or_anew(reader.folder, earlier)
                 )
             tensor.copy_(part)
 

@@ -249,9 +249,7 @@ def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
     """(smallest, largest) element of every whole parameter that is trained, in one transfer. Every rank must call
     this."""
     parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    extremes = torch.stack(
-        [_extremes(p) for p in parameters.values()]
-    )  # [P, 2], (smallest, -largest): both reduced by MIN
+    extremes = torch.stack([_extremes(p) for p in parameters.values()])  # [P, 2], (smallest, -largest): reduced by MIN
     meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh"))
     for mesh in meshes:
         for group in mesh.get_all_groups():

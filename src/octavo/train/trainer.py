@@ -98,6 +98,10 @@ class Trainer:
         """True if a layer of the model scales by a history."""
         return next(histories(self.model), None) is not None
 
+    @cached_property
+    def flops_per_token(self) -> float | None:
+        return step_metrics.flops_per_token(self.model, self.config.context)
+
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
         config, state = self.config, self.state
@@ -177,12 +181,13 @@ class Trainer:
         return loss, norm
 
     def passes(self, step: int, *, update: bool = False) -> Tensor:
-        """The passes after `step` steps, which an `update` follows: the mean loss of this rank's sequences, 0-dim."""
+        """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim. `update`:
+        the optimizer takes the gradients next."""
         config, state, sampled = self.config, self.state, self.watch is not None and self.watch.samples
         self.model.train()
         total = torch.zeros((), device=state.device)
         first = self.actions.batch(step) * config.accumulate
-        with state.on_device(update and not sampled):
+        with state.on_device(beside=update and not sampled):
             for micro in range(config.accumulate):
                 loss = self._loss(*self.training.at(first + micro))
                 state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
@@ -233,8 +238,7 @@ class Trainer:
             each = record["tokens_per_second"] / processes.world_size()
             if processes.world_size() > 1:
                 record["tokens_per_second_per_gpu"] = each
-            flops = step_metrics.flops_per_token(self.model, config.context)
-            if (share := step_metrics.mfu(flops, each, state.device)) is not None:
+            if (share := step_metrics.mfu(self.flops_per_token, each, state.device)) is not None:
                 record["mfu"] = share
             left = seconds / steps * (config.steps - state.step)
             step_metrics.show_progress(self.console, state.step, config.steps, record, left)
@@ -475,7 +479,6 @@ def prepare_run(
     state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint)
     if isinstance(optimizer, HostAdamW):
         state.hosted = HostMasters(made.model, models.find_blocks(made.model), optimizer, device, config)
-        state.on_device = state.hosted.on_device
         lock.callback(state.hosted.close)
     actions = run.read_actions()
     return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)

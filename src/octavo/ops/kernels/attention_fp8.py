@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.launching import Heads, allocate, cdiv
+from octavo.ops.launching import HEAD_DIM, Heads, allocate, cdiv
 from octavo.ops.registration import launcher
 from octavo.util import import_extra
 
 BLOCK = 4096  # elements of a program that widens
-HEAD_DIM = 128  # the only one whose gradient cuDNN 9.19 has
 
 
 def attend(
@@ -45,8 +44,8 @@ def attend_backward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as `attend_backward_reference`. cuDNN gets heads of 128 elements, the only ones whose gradient it has:
-    narrower ones end in zeros, which change no product."""
+    """Same as `attend_backward_reference`. cuDNN gets heads of `HEAD_DIM` elements: narrower ones end in zeros, which
+    change no product."""
     given = heads._asdict() | {"o": o.transpose(1, 2), "dO": dy.transpose(1, 2)}
     tensors = {name: _by_token(x) for name, x in given.items()}
     gradients = [allocate(x, x.transpose(1, 2).shape) for x in (tensors["q"], tensors["k"], tensors["v"])]
@@ -154,8 +153,7 @@ def _handle(device: int) -> tuple[Any, Any]:
     if device not in _local.handles:
         cudnn = import_extra("cudnn", "cudnn", "FP8 attention runs in cuDNN")
         _local.handles[device] = cudnn, cudnn.create_handle()
-    found: tuple[Any, Any] = _local.handles[device]
-    return found
+    return _local.handles[device]
 
 
 def _build(cudnn: Any, handle: Any, name: str, scale: float, layouts: Mapping[str, Layout]) -> tuple[Any, int]:

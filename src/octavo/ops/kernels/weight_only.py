@@ -71,8 +71,7 @@ def widened_mm(x: Tensor, w: Tensor, scale: Tensor, granularity: Granularity, of
     """PyTorch's grouped product of x [M, K] and the widened w [E, N, K] in BF16, for matrices of whole blocks."""
     wide = dequantize(w.flatten(0, 1), scale.flatten(0, 1), granularity, torch.bfloat16).view(w.shape)
     with torch.autocast(x.device.type, enabled=False):
-        y: Tensor = F.grouped_mm(x.contiguous(), wide.transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
-    return y
+        return F.grouped_mm(x.contiguous(), wide.transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
 
 
 def readable_scale(scale: Tensor) -> Tensor:
