@@ -206,16 +206,17 @@ def test_the_head_reads_contiguous_rows_once_for_all_pieces_of_a_prompt(name, ow
     assert [(shape[:-1].numel(), whole) for shape, whole in seen if shape.numel()] == [(2, True)] * 4
 
 
-@pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv_cache", ["bf16", "fp8", "fp8 warmed up", "int8 warmed up"])
 @pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
 def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, made, monkeypatch):
     """A GPU replays such prompts as CUDA graphs. Here they run eagerly, and the text goes on behind each prompt. The
     GEMMs of a CPU round in another order for another number of rows, so the prompt alone has close logits."""
     monkeypatch.setattr("octavo.inference.session.FEWEST", 8)
     model, scale, found = served(name, made), torch.tensor([0.05]), []
+    dtype, _, warm_up = kv_cache.partition(" ")
     scales = [(scale, scale)] * 2 if kv_cache == "fp8" else None
     for padding in (None, 0, 3):
-        session = Engine(model, context=16, kv_cache=kv_cache, kv_scales=scales)._session(2, 16)
+        session = Engine(model, context=16, kv_cache=dtype, kv_scales=scales)._session(2, 16)
         session.pads = padding is not None
         for length in (9, 13, 5, 8, 9):
             prompts = pad_prompts([prompt(length), prompt(length, 6)], CPU)
@@ -228,7 +229,7 @@ def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, mad
             assert session.cache.tokens == int(session.cache.length.tensor) == length + 3
     for alone, padded, otherwise in zip(found[:5], found[5:10], found[10:], strict=True):
         assert torch.equal(padded, otherwise)
-        assert sqnr(alone[0], padded[0]) > (20 if name == "packed" else 100)
+        assert sqnr(alone[0], padded[0]) > (20 if name == "packed" or warm_up else 100)
 
 
 def test_prompts_that_padding_would_change_are_not_padded():
@@ -238,7 +239,7 @@ def test_prompts_that_padding_would_change_are_not_padded():
     plain, warming, dynamic = (engine._new_session(2, 1500) for engine in engines)
     plain.pads = warming.pads = True
     text = pad_prompts([prompt(70), prompt(70)], CPU)
-    assert (plain._padded(text), warming._padded(text), dynamic.forward.row_by_row) == (96, 0, False)
+    assert (plain._padded(text), warming._padded(text), dynamic.forward.row_by_row) == (96, 96, False)
     assert plain._padded(pad_prompts([prompt(70), prompt(60)], CPU)) == 0  # padding on the left needs a mask
     assert [plain._padded(pad_prompts([prompt(n)] * 2, CPU)) for n in (1, 1024, 1025)] == [64, 1024, 0]
 

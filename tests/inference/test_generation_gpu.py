@@ -136,13 +136,14 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
     assert torch.cuda.memory_allocated() > 0  # the device is usable
 
 
+@pytest.mark.parametrize("kv_cache", [None, "fp8"])
 @pytest.mark.parametrize("ours", [False, True])
-def test_prompts_of_any_length_are_replayed(ours):
+def test_prompts_of_any_length_are_replayed(ours, kv_cache):
     """The graphs of a session share their memory. Each prompt has the logits of eager code at the padded length."""
     config = LlamaConfig(vocabulary=97, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=2048)
     torch.manual_seed(0)
     model = (build(config) if ours else model_of("llama", max_position_embeddings=2048)).bfloat16().cuda().eval()
-    sessions = [Engine(model, context=2048)._new_session(1, 2048) for _ in range(2)]
+    sessions = [Engine(model, context=2048, kv_cache=kv_cache)._new_session(1, 2048) for _ in range(2)]
     sessions[1].captures = False
     with torch.no_grad():
         for length in (5, 2000, 64, 70, 90, 1500, 40, 130, 2048, 3, 80, 1999, 5, 2):

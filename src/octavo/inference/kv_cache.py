@@ -70,12 +70,14 @@ def check_settings(
 
 class Length:
     """The number of tokens of a cache, which all layers of a model share. Kernels read `tensor`, int64 without
-    dimensions. `host` is the same number without a wait for the device; replays of a CUDA graph do not change it."""
+    dimensions. `host` is the same number without a wait for the device; replays of a CUDA graph do not change it.
+    `last`, int64 [1], is the index of the last new token before padding on the right, or None without padding."""
 
     def __init__(self, max_tokens: int, device: torch.device | str) -> None:
         self.max_tokens = max_tokens
         self.tensor: Tensor = torch.zeros((), dtype=torch.int64, device=device)
         self.host = 0
+        self.last: Tensor | None = None
 
     def advance(self, tokens: int) -> None:
         """Count new tokens; a RuntimeError if there is no room. Compiled code does not check."""
@@ -96,6 +98,13 @@ class Length:
     def clear(self) -> None:
         self.tensor.zero_()
         self.host = 0
+
+    def unpadded(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """New keys or values [B, G, T, D], with zeros for the padding after a prompt: scales do not depend on it."""
+        if self.last is None:
+            return new
+        real = torch.arange(new[0].shape[2], device=self.last.device) <= self.last
+        return tuple(torch.where(real[:, None], x, 0) for x in new)
 
 
 class LayerKVCache:
@@ -167,6 +176,7 @@ class LayerKVCache:
         if self._counts:
             self.count.advance(k.shape[2])
         if self.warming and k.numel():
+            k, v = self.count.unpadded(k, v)
             self._widen_scales(k, v)
         self.empty = False
         batch, heads, _, dim = self.keys.shape
@@ -190,7 +200,7 @@ class LayerKVCache:
         # The scales of a warm-up depend on the rotated keys, so keys and values are stored a second time with them.
         q, keys = rotate_append(q, k, v, cos, sin, *buffers, torch.zeros_like(self.clipped), keep_k=True, **norms)
         assert keys is not None
-        values = v.view(*v.shape[:2], -1, keys.shape[3]).transpose(1, 2)
+        keys, values = self.count.unpadded(keys, v.view(*v.shape[:2], -1, keys.shape[3]).transpose(1, 2))
         self._widen_scales(keys, values)
         self.empty = False
         append_kv(keys, values, *buffers, self.clipped)
@@ -331,8 +341,8 @@ class ModelKVCache:
     scales of a warm-up are frozen after the first tokens, unless `freezes` is False: then `freeze` does it.
 
     `stores` is empty, and `length` None, before the first keys; the first layer advances `length`. `first`, int32 [B],
-    is the first token of each sequence that is not padding, or None without padding. The first keys read
-    `fp8_attention`.
+    is the first token of each sequence that is not padding, or None without padding; `last` that of `Length`. The
+    first keys read `fp8_attention`.
     """
 
     def __init__(
@@ -356,6 +366,7 @@ class ModelKVCache:
         self.stores: list[LayerKVCache] = []
         self.length: Length | None = None
         self.first: Tensor | None = None
+        self.last: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -419,11 +430,6 @@ class ModelKVCache:
             store.warming |= scales and self.scales is None and store.k_scale is not None
             store.restart()
 
-    @property
-    def warms_up(self) -> bool:
-        """True if the scales follow from the tokens."""
-        return self.scales is None and DTYPES.get(self.dtype or "") in LARGEST
-
     def set_host_count(self, tokens: int) -> None:
         """Tell the host how many tokens are stored, after a capture or before a replay of a CUDA graph."""
         assert self.length is not None
@@ -441,6 +447,7 @@ class ModelKVCache:
         if layer == 0:
             assert self.length is not None
             self.length.advance(new)
+            self.length.last = self.last
         return self.stores[layer]
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:

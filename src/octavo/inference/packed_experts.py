@@ -135,8 +135,7 @@ class PackedExperts(nn.Module):
             return x.to(compute_dtype(x))
         if not wants_gradient(x, weight):
             return self.compute(x, top_k_index, weight)
-        out: Tensor = _FrozenExperts.apply(x, weight, top_k_index, self)  # type: ignore[no-untyped-call]
-        return out
+        return _FrozenExperts.apply(x, weight, top_k_index, self)  # type: ignore[no-untyped-call]
 
     def compute(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         rows, dtype = sort_by_expert(index, len(self.down_proj.weight)), compute_dtype(x)

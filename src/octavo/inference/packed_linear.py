@@ -113,8 +113,7 @@ class PackedLinear(PackedModule):
 
         if not wants_gradient(x):
             return product(x)
-        y: Tensor = PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, self.input_cast is None)  # type: ignore[no-untyped-call]
-        return y
+        return PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, self.input_cast is None)  # type: ignore[no-untyped-call]
 
     def frozen(self, x: Tensor) -> tuple[Stack, FusedCall] | None:
         """The layer and its call for the input x, as `octavo.nn.fused` takes them; None unless its scheme is

@@ -217,18 +217,19 @@ class Session:
         return logits
 
     def _padded(self, prompts: Prompts) -> int:
-        """The length that the prompts are padded to; 0 for prompts that are not. Padding on the left needs a mask, and
-        the scales of a warm-up depend on every token."""
+        """The length that the prompts are padded to; 0 for prompts that are not. Padding on the left needs a mask."""
         length = min(power_or_half_more(prompts.ids.shape[1], FEWEST), self.capacity)
         short = 1 < length <= SHORT // self.batch
-        return length if self.pads and short and not any(prompts.padding) and not self.cache.warms_up else 0
+        return length if self.pads and short and not any(prompts.padding) else 0
 
     def _prefill_padded(self, ids: Tensor, length: int) -> Tensor:
         found, tokens = self._pass(length), ids.shape[1]
         found.tokens[:, :tokens] = ids  # the padding has tokens of former prompts, or 0
         assert found.kept is not None
         found.kept.fill_(tokens - 1)
+        self.cache.last = found.kept  # the scales of a warm-up leave the padding out
         logits = self._run(found)
+        self.cache.last = None
         self.cache.crop(length - tokens)
         return logits
 

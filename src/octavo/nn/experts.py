@@ -89,8 +89,7 @@ class Experts(nn.Module):
         if self.recipe.fusable is None:
             return plain_experts(x.to(dtype), weight, rows, w_in, w_out, call)
         arguments = call, self.recipe.fusable, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
-        out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
-        return out
+        return _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         e, k, f = self.down_proj.shape
@@ -120,14 +119,12 @@ def plain_experts(
 
 def gather_rows(x: Tensor, slot: Tensor, row: Tensor) -> Tensor:
     """The rows [M, K] of the experts, from tokens [T, K]. The gradient is a gather too, without atomic additions."""
-    rows: Tensor = _Gather.apply(x, slot, row)  # type: ignore[no-untyped-call]
-    return rows
+    return _Gather.apply(x, slot, row)  # type: ignore[no-untyped-call]
 
 
 def scatter_rows(y: Tensor, slot: Tensor, row: Tensor) -> Tensor:
     """The outputs [T, top_k, K] of the slots, from the rows [M, K] of the experts."""
-    slots: Tensor = _Scatter.apply(y, slot, row)  # type: ignore[no-untyped-call]
-    return slots
+    return _Scatter.apply(y, slot, row)  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -352,8 +349,7 @@ def wide(w: Tensor) -> Tensor:
 
 def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """The grouped product in the dtype of x, by PyTorch."""
-    y: Tensor = F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
-    return y
+    return F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
 
 
 # ---- A linear layer for each group of rows, as three grouped GEMMs with one quantization for each tensor.
@@ -455,8 +451,7 @@ def multiply_groups(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None, ob
     """y [M, N] of x [M, K] and w [E, N, K] by the recipe of `call`; by PyTorch without a call."""
     if call is None:
         return plain_grouped_linear(x, w, offsets)
-    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, observer, *gathered(w))  # type: ignore[no-untyped-call]
-    return y
+    return _GroupedLinear.apply(x, w, offsets, call, observer, *gathered(w))  # type: ignore[no-untyped-call]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -516,8 +511,7 @@ def _dx(
     """dx [M, K] of dy [M, N], in the dtype of the call."""
     recipe, gemm = call.recipe, call.recipe.dx
     if gemm is None:
-        dx: Tensor = F.grouped_mm(dy.to(call.dtype), w.to(call.dtype), offs=offsets)  # [M_e,N] @ [N,K]
-        return dx
+        return F.grouped_mm(dy.to(call.dtype), w.to(call.dtype), offs=offsets)  # [M_e,N] @ [N,K]
     rotated = "dx" in recipe.rotate
     read_dy = ops.rotate(dy) if rotated else dy
     a = ops.quantize(read_dy, gemm.a)

@@ -106,8 +106,7 @@ class Report:
         fields = asdict(invocation) | {"octavo_version": __version__, "ok": self.ok} | asdict(self)
         fields |= {"model": fields.pop("architecture"), "bytes": fields.pop("sizes"), "packed": str(self.packed)}
         fields |= {"against": self.against and str(self.against), "not_run": self.not_run or None}
-        found: dict[str, Any] = finite(fields | {"data": self.data and self.data.to_dict()})
-        return found
+        return finite(fields | {"data": self.data and self.data.to_dict()})
 
     def tables(self) -> Iterator[Table]:
         """The tables that have rows, without the columns that are empty in every row. Findings are not in a table."""

@@ -408,8 +408,7 @@ def _by_error(seen: Statistics) -> list[float]:
     x, counts = _histogram(seen)
     grid = torch.tensor([max(_by_amax(seen)[0] * 2 ** (-i / 8), 2.0**-126) for i in range(41)])
     errors = torch.stack([(counts * (x - nearest(x / s, _E4M3) * s).double().square()).sum() for s in grid])
-    least: list[float] = grid[errors <= errors.min() * (1 + 1e-6)].tolist()
-    return least
+    return grid[errors <= errors.min() * (1 + 1e-6)].tolist()
 
 
 def _histogram(seen: Statistics) -> tuple[Tensor, Tensor]:
