@@ -36,7 +36,7 @@ from bench import record
 from bench.gpu import harness, llama, ranks
 from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
-from bench.gpu.peers import update_torchao, use_torchao
+from bench.gpu.variants import update_torchao, use_torchao
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.models.llama import LlamaConfig
 

@@ -23,7 +23,7 @@ import octavo
 from bench import record
 from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, interleaved, made, own_code, show, sized
 from bench.gpu.modes import speedup
-from bench.gpu.peers import use_torchao
+from bench.gpu.variants import use_torchao
 from octavo.nn import NormLinear
 
 SIZES = sized((1024, 2048, 4096, 8192, 16384, 32768), (128,))

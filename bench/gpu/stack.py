@@ -23,8 +23,8 @@ from bench.gpu import harness, llama
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_ATTENTION, FUSED_EAGER, FUSED_GRAPH, PLAIN
-from bench.gpu.peers import use_torchao
 from bench.gpu.ranks import kind_of
+from bench.gpu.variants import use_torchao
 from octavo.models.llama import LlamaConfig
 
 CONFIG = replace(llama.CONFIG, layers=sized(4, 2))

@@ -33,8 +33,8 @@ from bench.gpu import harness, llama
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.llama import Fused, Plain
 from bench.gpu.modes import speedup
-from bench.gpu.peers import use_torchao
 from bench.gpu.ranks import Row, attempt, bandwidth, chosen, profiled, setting_of, slowest, start
+from bench.gpu.variants import use_torchao
 from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
 

@@ -1,8 +1,14 @@
-"""The recipes that the table of recipes compares. BF16 is the baseline, and runs a second time as the control."""
+"""The recipes that the table of recipes compares, and models for other libraries: torchao, and Liger Kernel's loss.
 
+BF16 is the baseline, and runs a second time as the control.
+"""
+
+import importlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from octavo.numerics.scaling import History
 from octavo.ops.dispatch import gemm_backends
@@ -103,3 +109,28 @@ def implementations(name: str, device: torch.device) -> dict[str, str]:
     """The backends of y, dx and dw on `device`; "bf16" for a GEMM without casts, and "emulated" where there is none."""
     backends = gemm_backends(VARIANTS[name].recipe, device)
     return {gemm: "emulated" if backends[gemm].name == "none" else backends[gemm].name for gemm in GEMMS}
+
+
+def use_torchao(model: nn.Module, recipe: str, *, fp8_gather: bool = False) -> int:
+    """Convert the linear layers of `model` but an output head to torchao's FP8 training; returns how many.
+
+    With `fp8_gather` FSDP2 gathers the weights in FP8, which only `tensorwise` can; then call `update_torchao` after
+    each optimizer step. Without a GPU torchao emulates its GEMMs.
+    """
+    float8: Any = importlib.import_module("torchao.float8")
+    names = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=fp8_gather, emulate=not torch.cuda.is_available())
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
+    return len(names)
+
+
+def use_liger_loss(model: nn.Module) -> None:
+    """Let a Llama of transformers compute its loss by Liger Kernel, and nothing else."""
+    liger: Any = importlib.import_module("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False, model=model)
+
+
+def update_torchao(model: nn.Module) -> None:
+    """Compute the scales of weights that FSDP2 gathers in FP8: one all-reduce for all of them."""
+    importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)

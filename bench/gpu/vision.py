@@ -42,7 +42,7 @@ from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
 from bench.gpu.modes import speedup
-from bench.gpu.peers import use_torchao
+from bench.gpu.variants import use_torchao
 from octavo.models.vision import Block
 from octavo.speed import timed
 

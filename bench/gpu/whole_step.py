@@ -27,7 +27,7 @@ import octavo
 from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
-from bench.gpu.peers import use_liger_loss, use_torchao
+from bench.gpu.variants import use_liger_loss, use_torchao
 from octavo.nn.fused_loss import CHUNK, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

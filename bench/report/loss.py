@@ -154,10 +154,7 @@ def cost(results: Mapping[str, Result], mode: str, form: str = "bf16", name: str
 
 
 def checked(results: Mapping[str, Result]) -> str:
-    """A sentence on each study whose branches did not have the best of the learning rates that were checked."""
-    found = []
-    for study in studies(results):
-        best = min(study.rates, key=lambda each: (each.steps, each.loss), default=None)  # of the shortest runs
-        if best is not None and best.rate != 1:
-            found.append(f"On the model of {study.model}, {best.rate}x ends lower; its branches ran at 1.0x.")
-    return " ".join(found)
+    """A sentence on the shorter runs that checked the learning rate of a study."""
+    study = max(studies(results), key=lambda study: len(study.rates))
+    runs = (f"{each.loss:.4f} at {each.rate}x of the rate in {each.steps:,} steps" for each in study.rates)
+    return f"Runs of BF16 alone on {study.model} end at {', '.join(runs)}. Branches ran at 1.0x."

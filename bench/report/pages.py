@@ -28,7 +28,7 @@ PAGES: dict[str, ModuleType] = {
     "loss": loss,
     "pretraining": training,
     "vision": training,
-    "attention": shipped,
+    "attention": performance,
     "recipes": recipes,
 }
 SIGNS = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.modes import BASE, EAGER, FP8_CACHE, FUSED, HOOKED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
-from bench.report import training
+from bench.report import loss, training
 from bench.report.filler import Result, Row, ratio, spread
 from octavo.nn.only_if_faster import SHIPPED
 from octavo.rates.measured import Measurement, Table
@@ -156,6 +156,20 @@ def size_ranges() -> Rows:
         yield {"recipe": recipe, "share": share, **figures}
 
 
+def fastest_bf16(ms: dict[str, float]) -> str:
+    return min((mode for mode in ms if mode.startswith("BF16")), key=ms.__getitem__)
+
+
+def attention_times(cells: list[Result]) -> Iterator[Row]:
+    """Each mode by tokens and pass, with its speed over the fastest of BF16."""
+    for cell in cells:
+        for which, words in (("forward", "forward"), ("both", "forward and backward")):
+            ms = cell[which]["ms"]
+            for mode, value in ms.items():
+                speed = speedup(cell[which], mode, fastest_bf16(ms))
+                yield {"tokens": cell["tokens"], "words": words, "mode": mode, "ms": value, "speed": speed}
+
+
 def write_grids(results: dict[str, Result], folder: Path, **more: Iterable[Row]) -> None:
     """Write the grids of docs/performance.md, and rows of other pages, as CSV files."""
     whole = ({"step": step, **found} for step, found in results["gpu_whole_step"].items() if "modes" in found)
@@ -172,6 +186,8 @@ def write_grids(results: dict[str, Result], folder: Path, **more: Iterable[Row])
         "copies": results["gpu_kernels"]["kernels"],
         "ceilings": results["gpu_ceilings"]["gemm"],
         "accumulation": results["gpu_ceilings"]["accumulation"],
+        "attention_64": attention_times(results["gpu_attention"]["cells_of_64"]),
+        "loss_gradients": loss.gradients(results),
         "grouped": ({**row, "shape": row["experts"]} for row in expert_shapes(results["gpu_grouped_rows"]["shapes"])),
         "grpo": results["cpu_grpo"]["arms"],
         "whole_steps": ({"step": row["step"], "mode": row.name, **row.value} for row in spread(whole, "modes")),

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.gpu.modes import speedup
 from bench.report.filler import Result, Row
-from bench.report.performance import EXPERTS, scheme_speeds
+from bench.report.performance import EXPERTS, fastest_bf16, scheme_speeds
 
 PACKAGE = Path(__file__).parents[2] / "src" / "octavo"
 # The schemes of the ways of other results. The first adds tokens to those of gpu_schemes. The second has the kernel of
@@ -79,10 +79,6 @@ def attention(result: Result) -> str:
     return text(result, speeds=speeds)
 
 
-def fastest_bf16(ms: dict[str, float]) -> str:
-    return min((mode for mode in ms if mode.startswith("BF16")), key=ms.__getitem__)
-
-
 def expert_rates(result: Result) -> str:
     """FLOP/s of grouped GEMMs over both passes, by the rows of an expert, and the speed of wide experts over BF16."""
     rates: dict[str, dict[str, float]] = {recipe: {} for recipe in PASSES}
@@ -113,16 +109,3 @@ def expert_speeds(result: Result) -> str:
         for layer in result["shapes"].values()
     ]
     return text(result, layers=layers)
-
-
-# --- docs/attention.md -----------------------------------------------------------------------------------------
-
-
-def attention_times(cells: list[Result]) -> Iterator[Row]:
-    """Each mode by tokens and pass, with its speed over the fastest of BF16."""
-    for cell in cells:
-        for which, words in (("forward", "forward"), ("both", "forward and backward")):
-            ms = cell[which]["ms"]
-            for mode, value in ms.items():
-                speed = speedup(cell[which], mode, fastest_bf16(ms))
-                yield {"tokens": cell["tokens"], "words": words, "mode": mode, "ms": value, "speed": speed}

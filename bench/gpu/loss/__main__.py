@@ -102,9 +102,6 @@ def call_of(command: str, runs: str, folder: Path, study: Study) -> Callable[[],
     return partial(COMMANDS[command][1], folder, study, device, *(part for part in parts if any(part)))
 
 
-# --- Several processes on one GPU ------------------------------------------------------------------------------
-
-
 def run_all(folder: Path, study: Study, plan: list[str], processes: int) -> int:
     """Prepare the text and run the commands of `plan`, stage by stage, `processes` at a time; the number that failed.
 

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gpu.peers import use_torchao
-from bench.gpu.variants import VARIANTS, recipe_of
+from bench.gpu.variants import VARIANTS, recipe_of, use_torchao
 from octavo.models.decoder import KVCache
 from octavo.models.llama import Attention, Block, Llama, LlamaConfig, RMSNorm
 from octavo.nn import convert, select_linears, use_fp8_attention
