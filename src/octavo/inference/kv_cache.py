@@ -422,7 +422,7 @@ class ModelKVCache:
 
     def reset(self, *, scales: bool = False) -> None:
         """Forget all tokens and the count of clipped numbers; with `scales`, those of a warm-up too."""
-        self.first = None
+        self.first = self.last = None
         if self.length is not None:  # two launches for all layers
             self.length.clear()
             torch._foreach_zero_([store.clipped for store in self.stores])
