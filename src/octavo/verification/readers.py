@@ -172,9 +172,8 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
             architecture or transformers.AutoModelForCausalLM, probe.folder, config=config,
             dtype=torch.float32 if float32 else "auto", use_safetensors=True, output_loading_info=True, **more,
         )  # fmt: skip
-        float32 = float32 and all(
-            p.dtype != torch.bfloat16 for p in model.parameters()
-        )  # experts that are not packed are
+        # Experts that are not packed are in BF16.
+        float32 = float32 and all(p.dtype != torch.bfloat16 for p in model.parameters())
         with torch.inference_mode():
             if not probe.logits:  # a part of it runs, and the weights are widened by a call of the whole model alone
                 model.eval()(**arguments_of(model, probe.inputs[:1]))

@@ -209,9 +209,8 @@ class Verification:
         self.progress(0, 4, "opening with every reader")
         given = self.batches[0][:4, :64] if self.batches else random_inputs(meta_model.model, meta_model.positions)
 
-        experts: dict[
-            str, list[Tensor]
-        ] = {}  # of each module: tokens of the first run, and what each run gives for them
+        # Of each module of experts: tokens of the first run, and what each run gives for them.
+        experts: dict[str, list[Tensor]] = {}
 
         def run(rounding: RoundInput, dtype: torch.dtype = torch.float32) -> Tensor:
             model = self._packed_model(rounding, dtype)
