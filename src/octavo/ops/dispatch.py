@@ -345,7 +345,7 @@ def fp8_attention_limit(device: Place, head_dim: int, *, training: bool = False)
         taken = " and ".join(map(str, HEAD_DIMS))
         return f"FP8 attention takes heads of {taken} elements, and these have {head_dim}"
     if not training and head_dim != HEAD_DIM:
-        return f"FP8 attention was measured with heads of {HEAD_DIM} elements alone, and these have {head_dim}"
+        return f"FP8 attention of prompts takes heads of {HEAD_DIM} elements, and these have {head_dim}"
     if isinstance(device, torch.device) and not HAS_CUDNN:
         return 'FP8 attention needs nvidia-cudnn-frontend: run pip install ".[cudnn]" in the source folder of Octavo'
     return ""

@@ -329,7 +329,7 @@ class Cache(NamedTuple):
     length: Tensor
 
 
-HEAD_DIM = 128  # of FP8 attention: the only one whose gradient cuDNN 9.19 has, and the only one faster than BF16
+HEAD_DIM = 128  # of FP8 attention: the only one whose gradient cuDNN 9.19 has
 
 
 class Heads(NamedTuple):
