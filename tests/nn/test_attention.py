@@ -34,7 +34,10 @@ CALLS = {
 
 def attention(**options) -> nn.MultiheadAttention:
     torch.manual_seed(0)
-    return nn.MultiheadAttention(32, 4, **{"batch_first": True} | options)
+    module = nn.MultiheadAttention(32, 4, **{"batch_first": True} | options)
+    for bias in (p for p in module.parameters() if p.ndim == 1):
+        nn.init.normal_(bias)  # PyTorch's are zeros
+    return module
 
 
 def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
@@ -249,12 +252,15 @@ def gradients_quantized(x, scales, factor=1.0, attend=attend_fp8):
     return [y.detach(), *torch.autograd.grad(y, leaves, x[3] * factor)]
 
 
-@pytest.mark.parametrize(("factor", "mean"), [(1.0, 0), (2.0**-40, 0), (2.0**40, 0), (1.0, 16)])
-def test_the_first_pass(factor, mean):
-    """Keys with a large mean over the tokens, too: it is as long as 16 of their deviations."""
+@pytest.mark.parametrize(
+    ("factor", "mean", "ratio"), [(1.0, 0, 1), (2.0**-40, 0, 1), (2.0**40, 0, 1), (1.0, 16, 1), (1.0, 0, 256)]
+)
+def test_the_first_pass(factor, mean, ratio):
+    """Keys with a large mean over the tokens, too: it is as long as 16 of their deviations. And keys far above queries:
+    their gradients are far below."""
     torch.manual_seed(0)
     q, k, v, dy = oracle.given(2, 4, 2, 64, 64)
-    x = q, k + mean * torch.randn(2, 2, 1, 128).bfloat16(), v, dy * factor
+    x = q / ratio, k * ratio + mean * torch.randn(2, 2, 1, 128).bfloat16(), v, dy * factor
     for one, other in zip(oracle.exact(*x), gradients_quantized(x, GradientScales()), strict=True):
         assert sqnr(one, other) > 16
         assert (other.dtype, other.shape) == (torch.bfloat16, one.shape)

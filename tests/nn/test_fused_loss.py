@@ -61,6 +61,16 @@ def test_in_bf16_it_is_as_exact_as_the_plain_loss(dtype):
     assert abs(float(found[0]) - float(results(plain, *args, autocast=autocast)[0])) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("dtype", "recipe", "limit"), [(torch.float16, "bf16", 2e-3), (torch.bfloat16, "rowwise", 0.15)]
+)
+def test_over_several_chunks_in_fp16_and_with_a_head_in_fp8(dtype, recipe, limit):
+    """The gradients of FP16 are divided by the number of tokens in the backward pass."""
+    args = example(dtype)
+    expected = results(plain, *(t.double() if t.is_floating_point() else t for t in args))
+    assert max(largest_errors(results(linear_cross_entropy, *args, chunk=CHUNK, recipe=recipe), expected)) < limit
+
+
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has its own from 2.13 on")
 def test_it_is_the_loss_of_torch():
     x, weight, targets = example()

@@ -42,6 +42,19 @@ def test_dtypes_follow_input_and_parameters(dtype: torch.dtype) -> None:
     assert linear(x).dtype == x.grad.dtype == linear.weight.grad.dtype == linear.bias.grad.dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changed"), [*((name, "weight") for name in octavo.recipe.PRESETS), ("rowwise_dw_bf16", "x")]
+)
+def test_what_changes_before_the_backward_pass_is_refused(recipe: str, changed: str) -> None:
+    """As by `nn.Linear`: the gradients would be those of other numbers."""
+    linear, x = converted(recipe), torch.randn(T, K)
+    loss = linear(x.requires_grad_()).sum()
+    with torch.no_grad():
+        {"weight": linear.weight, "x": x}[changed].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.slow
 def test_delayed_scaling_is_compiled_twice_not_every_step() -> None:
     """Once for the dynamic first step, once for all that follow."""

@@ -89,9 +89,11 @@ def test_factors_multiply_the_gradient_before_its_amax_is_taken():
     """The factor makes one column the largest, which then decides the scale."""
     u, dh = torch.full((1, 4), 20.0), torch.ones(1, 4)
     factors = {"column_scale": torch.tensor([[1.0, 2.0, 896.0, 4.0]]), "row_scale": torch.full((1, 1), 0.5)}
-    du = backward(dh, u, "gelu", **factors).du
-    assert torch.equal(du.scale, torch.ones(1, 1))
-    assert torch.equal(du.data.float(), torch.tensor([[0.5, 1.0, 448.0, 2.0]]))
+    lines = torch.cat((torch.ones(1, 4), factors["column_scale"]))
+    for given_factors in (factors, factors | {"column_scale": lines, "group": torch.ones(1, dtype=torch.int32)}):
+        du = backward(dh, u, "gelu", **given_factors).du
+        assert torch.equal(du.scale, torch.ones(1, 1))
+        assert torch.equal(du.data.float(), torch.tensor([[0.5, 1.0, 448.0, 2.0]]))
 
 
 # ---- extremes

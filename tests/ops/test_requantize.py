@@ -42,9 +42,10 @@ def test_rows_of_parts_by_their_common_scales(fmt: str, floor: float) -> None:
 
 
 @formats
+@pytest.mark.parametrize("rows", [130, 300])
 @pytest.mark.parametrize("granularity", [TENSOR, block(128, 128), block(16, 16)], ids=lambda shared: shared.name)
-def test_a_tensor_and_square_blocks(fmt: str, granularity: Granularity) -> None:
-    x, cast = matrix(300), Cast(fmt, granularity)
+def test_a_tensor_and_square_blocks(fmt: str, granularity: Granularity, rows: int) -> None:
+    x, cast = matrix(rows), Cast(fmt, granularity)
     q = quantize(x, cast)
     assert same(requantize_transposed([x], q.scale, cast), q.data)
 

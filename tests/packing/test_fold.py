@@ -116,19 +116,25 @@ def test_neither_across_gelu_nor_norms_that_come_after(tmp_path, change, part):
 
 
 def test_factors_are_smoothquants(tmp_path):
-    """Of q, k, v's norm: computed here from the weights and from what the calibration saw."""
+    """Of q, k, v's norm, and of v, whose heads are shared: computed here from the weights and from what the calibration
+    saw."""
     source = make(tmp_path, "llama")
     calibration = calibrated(source, tmp_path)
     fold(source, tmp_path / "out", smooth=calibration, alpha=0.7, dtype="float32")
     before, after = weights(source), weights(tmp_path / "out")
-    layer = "model.layers.1"
-    x = Calibration.load(calibration).sites[f"{layer}.input_layernorm.output"].channel_amax
+    layer, sites = "model.layers.1", Calibration.load(calibration).sites
+    x = sites[f"{layer}.input_layernorm.output"].channel_amax
     w = torch.cat([before[f"{layer}.self_attn.{p}_proj.weight"] for p in "qkv"]).abs().amax(0)
     exact = x.double() ** 0.7 / w.double() ** 0.3
     factors = (before[f"{layer}.input_layernorm.weight"] / after[f"{layer}.input_layernorm.weight"]).double()
     assert ((factors / exact).log2().abs() <= 0.5 + 1e-6).all()
     assert torch.equal(factors.log2(), factors.log2().round())
     assert factors.max() / factors.min() >= 4
+    o_proj = f"{layer}.self_attn.o_proj"
+    read = sites[f"{o_proj}.input"].channel_amax, before[f"{o_proj}.weight"].abs().amax(0)
+    x, w = (amax.double().view(2, 2, 8).amax(1, keepdim=True) for amax in read)  # two heads share one of v
+    factors = after[f"{o_proj}.weight"].abs().amax(0) / read[1]
+    assert ((factors.view(2, 2, 8) / (x**0.7 / w**0.3)).log2().abs() <= 0.5 + 1e-6).all()
 
 
 def test_rotation_spreads_planted_outliers(tmp_path):
