@@ -126,9 +126,7 @@ def read_once() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def octavo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], read_once: Callable[..., Any]
-) -> Callable[..., tuple[Any, str, str]]:
+def octavo(monkeypatch, capsys, read_once):
     """octavo(*words): (exit code, standard output, standard error) of that command, run in this process."""
     from octavo_cli import main
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,6 @@ import torch
 import octavo
 from octavo import util
 from octavo.checkpoint.files import ArtifactError
-
-ROOT = Path(__file__).parents[1]
-
 
 # ---- Files of the user
 

@@ -243,9 +243,7 @@ def test_gradients_in_fp8_have_an_error_and_bf16_has_none(folder: Path, found: d
     assert 1e-4 < rows["rowwise"]["noise"]["median"] < 1e-1  # 40 to 10 dB
 
 
-def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_fp8(
-    folder: Path, found: dict[str, Any]
-) -> None:
+def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_fp8(folder, found):
     branch = json.loads((folder / "branch-bf16-7.json").read_text())["evaluations"][-1]
     frozen = {mode: json.loads((folder / f"frozen-{mode}.json").read_text())["losses"] for mode in ("bf16", "rowwise")}
     assert frozen["bf16"]["final-7"] == branch["bf16"]
@@ -253,9 +251,7 @@ def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_
     assert found["frozen"]["bf16"]["trunk"]["gap"] == 0 != found["frozen"]["rowwise"]["trunk"]["gap"]
 
 
-def test_the_operands_of_all_layers_rounded_have_the_loss_of_the_converted_model(
-    folder: Path, found: dict[str, Any]
-) -> None:
+def test_the_operands_of_all_layers_rounded_have_the_loss_of_the_converted_model(folder, found):
     rounded, converted = (json.loads((folder / f"frozen-{mode}.json").read_text()) for mode in ("xw of all", "rowwise"))
     assert rounded["losses"]["final-7"] == pytest.approx(converted["losses"]["final-7"], rel=1e-4)
     assert rounded["converted"] == converted["converted"]

@@ -313,9 +313,7 @@ def test_packed_it_is_near_and_half_as_large(wide: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "least", "most"), [("bf16", 35, float("inf")), ("fp8", 20, 35)])
-def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(
-    wide: Any, dtype: str, least: float, most: float
-) -> None:
+def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dtype, least, most):
     text, kept = ids(1), models.random_stores(wide.config, 2, 16, "cpu", "bf16", dtype)
     exact = models.forward(wide, text, models.plain_caches(kept["bf16"]))
     caches = models.octavo_caches(wide, kept[dtype])

@@ -73,9 +73,7 @@ def test_every_mode_starts_from_the_same_weights_and_batches(data: Corpus, study
         assert not any(tensor.count_nonzero() for name, tensor in states[0].items() if name not in weights)
 
 
-def test_gradients_in_fp8_are_off_by_what_fp8_costs(
-    data: Corpus, study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_in_fp8_are_off_by_what_fp8_costs(data, study, monkeypatch):
     learners = {mode: runs.learner_of(mode, study.config) for mode in ("bf16", "rowwise")}
     tokens = runs.batch_at(runs.training_batches(data, study.config, 0), 0)
     assert 0.02 < runs.gradient_errors(learners, tokens)["rowwise"] < 0.3

@@ -287,9 +287,7 @@ def test_recipes_drawn_at_random_train(tmp_path: Path, part: int) -> None:
 @pytest.mark.parametrize(
     ("granularity", "history"), [("tensor", None), ("tensor", {"margin": 1, "interval": 2}), ("block:32x32", None)]
 )
-def test_scales_of_one_byte_train_by_tensor_and_by_square(
-    tmp_path: Path, granularity: str, history: dict[str, float] | None
-) -> None:
+def test_scales_of_one_byte_train_by_tensor_and_by_square(tmp_path, granularity, history):
     cast = {"granularity": granularity, "scale": "e8m0", "history": history}
     gemms = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
     path = tmp_path / "mine.json"

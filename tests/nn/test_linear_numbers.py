@@ -31,7 +31,6 @@ from octavo.recipe import Gemm, Recipe, rowwise
 E4M3_DB = 27  # at least, with both operands in e4m3
 E5M2_DB = 23  # at least, with gradients in e5m2
 QUANTIZED_DB = 40  # at most, with anything quantized
-FLOAT32_DB = 100  # at least, with nothing quantized
 
 
 @pytest.mark.parametrize(("t", "k", "n"), [(96, 80, 112), (1, 1, 1), (33, 17, 5)])

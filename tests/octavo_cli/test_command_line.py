@@ -111,9 +111,7 @@ def test_every_other_word_stands_for_a_command_that_exists() -> None:
         ("pack --sch", {"--scheme"}),
     ],
 )
-def test_a_shell_completes_commands_and_options(
-    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str]
-) -> None:
+def test_a_shell_completes_commands_and_options(octavo, monkeypatch, words, offered):
     given = ["octavo", *words.split()]
     variables = {"_OCTAVO_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(given), "COMP_CWORD": str(len(given) - 1)}
     for name, value in variables.items():
@@ -275,9 +273,7 @@ def test_a_name_of_300_letters_is_refused(refused: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("width", ["", "0"])
-def test_an_unknown_width_of_the_terminal_shows_all(
-    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, width: str
-) -> None:
+def test_an_unknown_width_of_the_terminal_shows_all(octavo, monkeypatch, width):
     usual = octavo("formats")
     set_variable = monkeypatch.setenv  # the fixture gives a width of its own
     monkeypatch.setattr(monkeypatch, "setenv", lambda name, _: set_variable(name, width))

@@ -37,9 +37,7 @@ def length_of(used: int) -> Tensor:
     return torch.tensor(used, device="cuda")
 
 
-def check(
-    kind: str, sizes: tuple[int, ...], used: int, first: list[int] | None, dtype: torch.dtype, repeats: int, bound=BOUND
-):
+def check(kind, sizes, used, first, dtype, repeats, bound=BOUND):
     q, *cache = given(kind, *sizes, dtype=dtype)
     expected, size = attention64(q, *cache, used, first, 0.1)
     q, *cache = on_gpu((q, *cache))

@@ -60,9 +60,7 @@ def sizes(kind: str, layers: int) -> LlamaConfig | GPT2Config:
     return LlamaConfig(**common, kv_heads=2, mlp_width=384) if kind == "llama" else GPT2Config(**common)
 
 
-def prepared(
-    kind: str, recipe: str, mode: str, layers: int, *, compiled: bool = False, fp8_attention: bool = False
-) -> nn.Module:
+def prepared(kind, recipe, mode, layers, *, compiled=False, fp8_attention=False):
     torch.manual_seed(0)
     model = build(sizes(kind, layers))
     octavo.convert(model, recipe)

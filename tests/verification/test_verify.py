@@ -157,9 +157,7 @@ def halve(layer: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
-def test_bytes_that_another_program_rounds_in_another_way_are_counted(
-    made: Folders, tmp_path: Path, no_readers: None
-) -> None:
+def test_bytes_that_another_program_rounds_in_another_way_are_counted(made, tmp_path, no_readers):
     """Neither octavo.json nor the header of the file is there then."""
 
     def off_by_one(tensors: dict[str, Tensor]) -> None:
@@ -183,9 +181,7 @@ def test_bytes_that_another_program_rounds_in_another_way_are_counted(
         assert "1 of 128 scales are not" in str(verify(folder, made("llama")).findings)
 
 
-def test_what_convert_layout_copies_is_judged_and_what_it_casts_is_not(
-    made: Folders, tmp_path: Path, no_readers: None
-) -> None:
+def test_what_convert_layout_copies_is_judged_and_what_it_casts_is_not(made, tmp_path, no_readers):
     convert_layout(made("llama", scheme="block"), tmp_path / "copied", layout="fp8")
     convert_layout(made("llama", scheme="block"), tmp_path / "cast", scheme="channel")
     for name in ("copied", "cast"):
@@ -377,9 +373,7 @@ def test_the_reference_convolves_in_float32(made: Folders, monkeypatch: pytest.M
     assert torch.backends.cudnn.allow_tf32
 
 
-def test_t5_packed_by_a_program_that_packs_every_layer(
-    made: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_t5_packed_by_a_program_that_packs_every_layer(made, tmp_path, monkeypatch):
     """transformers' code casts the input of `wo` to the dtype of its weight, so `octavo.load` widens the weight."""
     with monkeypatch.context() as patch:
         patch.setattr(MetaModel, "kept_wide", lambda *_: [])
@@ -408,9 +402,7 @@ FLAT = [
 
 
 @pytest.mark.parametrize(("name", "options"), FLAT)
-def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(
-    made: Folders, name: str, options: dict[str, Any]
-) -> None:
+def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(made, name, options):
     transformers = check_agreement(verify(made(name, **options), made(name)))[0]
     assert transformers.distance < transformers.tolerance / 20 < 0.01  # above 0 if a tie rounds to the other side
 
