@@ -226,7 +226,6 @@ def test_recipes_of_few_orders_have_one_deviation() -> None:
 
 def test_the_bias_of_a_gradient_is_told_from_its_noise() -> None:
     """Errors of a known mean and deviation, in 64 batches."""
-    torch.manual_seed(0)
     g, mean, deviation, batches = torch.full((256, 64), 2.0), 0.01, 0.1, 64
     errors = mean + deviation * torch.randn(batches, 256, 64)
     found = training.error_of(

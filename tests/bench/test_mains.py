@@ -90,7 +90,6 @@ def test_it_runs_at_its_smallest_and_writes_nothing(
 
 
 def test_the_oracle_of_attention_is_autograd_in_float64() -> None:
-    torch.manual_seed(0)
     q, k, v, dy = (x.double() for x in attention_fp8_oracle.given(1, 3, 1, 40, 40))
     expected = attention_fp8_oracle.exact(q, k, v, dy)
     actual = attention.attention64(q[0], k[0, 0], v[0, 0], dy[0])
@@ -99,7 +98,6 @@ def test_the_oracle_of_attention_is_autograd_in_float64() -> None:
 
 
 def test_the_frechet_distance_of_known_gaussians() -> None:
-    torch.manual_seed(0)
     x = torch.randn(4000, 3).double()
     assert digits.frechet(x, x) == pytest.approx(0, abs=1e-9)
     assert digits.frechet(x, x + torch.tensor([3.0, 4.0, 0.0])) == pytest.approx(25)  # the square of the distance

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.nn.attention_layers import attend_fp8
 from octavo.numerics import TENSOR, Cast
 from octavo.ops import fp8_attention, fp8_attention_backward, quantize
 
@@ -40,7 +41,7 @@ def given(batch, heads, kv_heads, tokens, keys, dim=128, device="cpu"):
     return tuple(
         (factor * torch.randn(batch, rows, count, dim, device=device)).bfloat16().transpose(1, 2)
         for factor, (count, rows) in zip(factors, shapes, strict=True)
-    )  # type: ignore[return-value]
+    )
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> list[Tensor]:
@@ -49,6 +50,13 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> list[Tensor]:
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
     y = F.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)
     return [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
+
+
+def gradients(x, scales, attend=attend_fp8):
+    """y, dq, dk and dv of the layers' attention."""
+    leaves = [t.detach().clone().requires_grad_() for t in x[:3]]
+    y = attend(*leaves, scales)
+    return [y.detach(), *torch.autograd.grad(y, leaves, x[3])]
 
 
 def both_passes(x, between=lambda: None):

@@ -75,7 +75,7 @@ class NormThenMLP(nn.Module):
 def owning(kind: type[GELU] | type[GEGLU], width: int, mlp_width: int, bias: bool) -> FusedMLP:
     """A module of this kind that owns its layers."""
 
-    class Own(kind):  # type: ignore[misc, valid-type]
+    class Own(kind):
         def __init__(self) -> None:
             super().__init__(self, "fc1", "fc2")
             inner = 2 * mlp_width if kind is GEGLU else mlp_width

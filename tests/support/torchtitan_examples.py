@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("torchtitan")
-torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+torch._utils._get_available_device_type = lambda: "cpu"
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.lora import LoRAConverter  # noqa: E402, F401

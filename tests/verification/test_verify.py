@@ -1,6 +1,5 @@
 """Verifying right folders: every reader agrees with the bytes, and budgets are held against the quality."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import IDS, IMAGE_MODELS, MODELS, Folders, make_model
 from torch import Tensor, nn
 from transformers import FNetConfig, FNetModel
-from verify_examples import change_tensors, complaints, run_verify
+from verify_examples import change_settings, change_tensors, complaints, run_verify
 
 import octavo
 from octavo.calibration import calibrate
@@ -128,8 +127,7 @@ def test_folded_weights_are_compared_by_their_outputs(made: Folders, tmp_path: P
     change_tensors(folded, fold)
     pack(folded, tmp_path / "out")
     assert not run_verify(tmp_path / "out", made("llama")).ok
-    record = json.loads((tmp_path / "out" / "octavo.json").read_text())
-    (tmp_path / "out" / "octavo.json").write_text(json.dumps(record | {"folded": ["smooth"]}))
+    change_settings(tmp_path / "out" / "octavo.json", folded=["smooth"])
     report = run_verify(tmp_path / "out", made("llama"))
     assert report.ok
     assert "something was folded into the weights" in report.remarks[0]
