@@ -126,9 +126,7 @@ def read_once() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def octavo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], read_once: Callable[..., Any]
-) -> Callable[..., tuple[Any, str, str]]:
+def octavo(monkeypatch, capsys, read_once):
     """octavo(*words): (exit code, standard output, standard error) of that command, run in this process."""
     from octavo_cli import main
 
@@ -139,12 +137,25 @@ def octavo(
         monkeypatch.setenv("COLUMNS", "1000")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # products of a few thousand elements wait for a second one longer than they take
+        capsys.readouterr()  # what is there already is not of the command, such as the bar of a model that is written
         try:
             with pytest.raises(SystemExit) as ended:
                 main()
         finally:
             torch.set_num_threads(threads)
         return (ended.value.code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def printed(octavo: Callable[..., tuple[Any, str, str]]) -> Callable[..., str]:
+    """printed(*words): the output of that command, which ends well and writes nothing to standard error."""
+
+    def call(*words: object) -> str:
+        code, out, err = octavo(*words)
+        assert (code, err) == (0, ""), words
+        return out
 
     return call
 

@@ -85,14 +85,6 @@ def test_batches_that_are_none(function, batches, message):
         function(model, batches)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
-def test_an_input_that_is_no_tensor(recipe):
-    model = nn.Sequential(nn.Linear(8, 8))
-    octavo.convert(model, recipe)
-    with pytest.raises(TypeError, match="the layer '0' takes a tensor, got NoneType"):
-        model(None)
-
-
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(8), nn.Sequential(nn.LazyConv2d(4, 1)), nn.LazyBatchNorm1d()])
 def test_a_model_whose_parameters_have_no_shape_yet_stays_as_it_is(lazy):
     model = nn.Sequential(nn.Linear(8, 8), lazy)

@@ -226,7 +226,6 @@ def test_recipes_of_few_orders_have_one_deviation() -> None:
 
 def test_the_bias_of_a_gradient_is_told_from_its_noise() -> None:
     """Errors of a known mean and deviation, in 64 batches."""
-    torch.manual_seed(0)
     g, mean, deviation, batches = torch.full((256, 64), 2.0), 0.01, 0.1, 64
     errors = mean + deviation * torch.randn(batches, 256, 64)
     found = training.error_of(
@@ -243,9 +242,7 @@ def test_gradients_in_fp8_have_an_error_and_bf16_has_none(folder: Path, found: d
     assert 1e-4 < rows["rowwise"]["noise"]["median"] < 1e-1  # 40 to 10 dB
 
 
-def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_fp8(
-    folder: Path, found: dict[str, Any]
-) -> None:
+def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_fp8(folder, found):
     branch = json.loads((folder / "branch-bf16-7.json").read_text())["evaluations"][-1]
     frozen = {mode: json.loads((folder / f"frozen-{mode}.json").read_text())["losses"] for mode in ("bf16", "rowwise")}
     assert frozen["bf16"]["final-7"] == branch["bf16"]
@@ -253,9 +250,7 @@ def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_
     assert found["frozen"]["bf16"]["trunk"]["gap"] == 0 != found["frozen"]["rowwise"]["trunk"]["gap"]
 
 
-def test_the_operands_of_all_layers_rounded_have_the_loss_of_the_converted_model(
-    folder: Path, found: dict[str, Any]
-) -> None:
+def test_the_operands_of_all_layers_rounded_have_the_loss_of_the_converted_model(folder, found):
     rounded, converted = (json.loads((folder / f"frozen-{mode}.json").read_text()) for mode in ("xw of all", "rowwise"))
     assert rounded["losses"]["final-7"] == pytest.approx(converted["losses"]["final-7"], rel=1e-4)
     assert rounded["converted"] == converted["converted"]

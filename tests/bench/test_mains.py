@@ -90,7 +90,6 @@ def test_it_runs_at_its_smallest_and_writes_nothing(
 
 
 def test_the_oracle_of_attention_is_autograd_in_float64() -> None:
-    torch.manual_seed(0)
     q, k, v, dy = (x.double() for x in attention_fp8_oracle.given(1, 3, 1, 40, 40))
     expected = attention_fp8_oracle.exact(q, k, v, dy)
     actual = attention.attention64(q[0], k[0, 0], v[0, 0], dy[0])
@@ -99,7 +98,6 @@ def test_the_oracle_of_attention_is_autograd_in_float64() -> None:
 
 
 def test_the_frechet_distance_of_known_gaussians() -> None:
-    torch.manual_seed(0)
     x = torch.randn(4000, 3).double()
     assert digits.frechet(x, x) == pytest.approx(0, abs=1e-9)
     assert digits.frechet(x, x + torch.tensor([3.0, 4.0, 0.0])) == pytest.approx(25)  # the square of the distance
@@ -313,9 +311,7 @@ def test_packed_it_is_near_and_half_as_large(wide: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "least", "most"), [("bf16", 35, float("inf")), ("fp8", 20, 35)])
-def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(
-    wide: Any, dtype: str, least: float, most: float
-) -> None:
+def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dtype, least, most):
     text, kept = ids(1), models.random_stores(wide.config, 2, 16, "cpu", "bf16", dtype)
     exact = models.forward(wide, text, models.plain_caches(kept["bf16"]))
     caches = models.octavo_caches(wide, kept[dtype])

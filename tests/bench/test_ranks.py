@@ -138,7 +138,6 @@ def test_blocks_in_bf16_equal_one_process(tmp_path: Path) -> None:
     x, dy = (torch.randn(1, 16, 64, generator=generator).to(torch.bfloat16) for _ in range(2))
     y = model(x.requires_grad_(), *rope_tables(BLOCKS, torch.arange(16)))
     y.backward(dy)
-    assert x.grad is not None
     for part, whole in enumerate((y, x.grad)):
         found = torch.cat([torch.tensor(grads[part]) for grads in results], dim=1)
         torch.testing.assert_close(found, whole.float(), rtol=0.02, atol=0.02)

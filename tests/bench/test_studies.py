@@ -73,9 +73,7 @@ def test_every_mode_starts_from_the_same_weights_and_batches(data: Corpus, study
         assert not any(tensor.count_nonzero() for name, tensor in states[0].items() if name not in weights)
 
 
-def test_gradients_in_fp8_are_off_by_what_fp8_costs(
-    data: Corpus, study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_in_fp8_are_off_by_what_fp8_costs(data, study, monkeypatch):
     learners = {mode: runs.learner_of(mode, study.config) for mode in ("bf16", "rowwise")}
     tokens = runs.batch_at(runs.training_batches(data, study.config, 0), 0)
     assert 0.02 < runs.gradient_errors(learners, tokens)["rowwise"] < 0.3
@@ -197,7 +195,6 @@ def test_the_operands_are_those_of_the_layer(data: Corpus, study: Study) -> None
     for name, layer in layers.items():
         x, dy = (t.double() for t in found[name])
         assert (x.shape, dy.shape) == ((64, layer.in_features), (64, layer.out_features))
-        assert layer.weight.grad is not None
         assert decibels(dy.t() @ x, layer.weight.grad) > 40
 
 

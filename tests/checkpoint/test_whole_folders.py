@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 from full_disk import files_of_at_most
-from typer.testing import CliRunner
 
 import octavo
 from octavo.calibration import calibrate
@@ -38,7 +37,6 @@ from octavo.packing.transforms import fold
 from octavo.train.config import Config
 from octavo.train.trainer import settle
 from octavo.verification import verify
-from octavo_cli.app import app
 
 
 def listing(folder: Path) -> list[str]:
@@ -386,8 +384,8 @@ def test_a_packed_encoder_runs_where_a_part_of_it_is_called(minilm: Path, how: d
     assert report.ok, [str(finding) for finding in report.findings]
 
 
-def test_an_encoder_of_several_schemes_is_not_widened_by_one(minilm: Path, tmp_path: Path) -> None:
-    call = ["pack", str(minilm), str(tmp_path / "packed"), "--layer", "*.dense=tensor"]
-    assert "not for sentence-transformers" in CliRunner().invoke(app, call).output
+def test_an_encoder_of_several_schemes_is_not_widened_by_one(printed, minilm: Path, tmp_path: Path) -> None:
+    out = printed("pack", minilm, tmp_path / "packed", "--layer", "*.dense=tensor")
+    assert "not for sentence-transformers" in out
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     assert "dequantize" not in config["quantization_config"]

@@ -108,7 +108,7 @@ def bytes_held(rank: int) -> None:
     """The bytes of a rank's rows are freed once they are sent; those of square blocks stay."""
     weights: list[Any] = []
     init: Any = ShardCache.__init__
-    ShardCache.__init__ = lambda self, model, found: (weights.extend(found), init(self, model, found))[1]  # type: ignore
+    ShardCache.__init__ = lambda self, model, found: (weights.extend(found), init(self, model, found))[1]
     for recipe in ("rowwise", "tensorwise", "blockwise"):
         weights.clear()
         model = sharded(converted(recipe))
@@ -374,4 +374,4 @@ def test_two_ranks(check: Callable[[int], None]) -> None:
 
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module"):
-        fp8_all_gather(Tensor())  # type: ignore[arg-type]
+        fp8_all_gather(Tensor())

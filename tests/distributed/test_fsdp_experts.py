@@ -258,11 +258,11 @@ def given(world: int) -> list[Tensor]:
 
 def computed(model: nn.Module, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = model["experts"](x, index, weight)  # type: ignore[index]
+    y = model["experts"](x, index, weight)
     y.backward(dy)
     gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
     whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-    return {"y": y.detach(), "dx": x.grad, "dweight": weight.grad, **whole}  # type: ignore[dict-item]
+    return {"y": y.detach(), "dx": x.grad, "dweight": weight.grad, **whole}
 
 
 def on_a_rank(rank: int, world: int, recipe: str) -> dict[str, Any]:

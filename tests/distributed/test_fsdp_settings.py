@@ -215,7 +215,7 @@ def exact(world: int) -> list[Tensor]:
         model = made().bfloat16()
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 + rank))
         model(x.bfloat16()).float().square().mean().backward()
-        grads = [p.grad.double() / world for p in model.parameters()]  # type: ignore[union-attr]
+        grads = [p.grad.double() / world for p in model.parameters()]
         sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
     return sums
 
@@ -271,7 +271,7 @@ def test_a_model_without_units_is_refused() -> None:
     with pytest.raises(ValueError, match="call fully_shard"):
         send_bf16_gradients(made())
     with pytest.raises(TypeError, match="send_bf16_gradients"):
-        send_bf16_gradients("model")  # type: ignore[arg-type]
+        send_bf16_gradients("model")
 
 
 # ---- The order of quantizing, all-gathers and the all-reduce of a step, in the host's calls and in a GPU's streams

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, use_gpus
-from tensor_parallel_examples import difference, difference_of_all, whole
+from sharded_states import whole
+from tensor_parallel_examples import difference, difference_of_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module

@@ -114,7 +114,7 @@ def parse(words: list[str]) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
     if words[0] == "octavo":
-        typer.main.get_command(app).commands[words[1]].make_context(words[1], words[2:])  # type: ignore[attr-defined]
+        typer.main.get_command(app).commands[words[1]].make_context(words[1], words[2:])
 
 
 def write_settings(block: Block) -> None:

@@ -14,8 +14,6 @@ FILE = Path(__file__).parents[2] / "examples" / "grpo.py"
 @pytest.fixture
 def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec = importlib.util.spec_from_file_location("grpo", FILE)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "grpo", module)  # where dataclasses look their module up
     spec.loader.exec_module(module)

@@ -122,7 +122,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
     model, fast = pair_on_gpu("llama")
     norm = fast.model.norm
 
-    class Waiting(type(norm)):  # type: ignore[misc]
+    class Waiting(type(norm)):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if float(x.abs().max()) > 0 else x
 
@@ -141,7 +141,6 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
 def test_prompts_of_any_length_are_replayed(ours, kv_cache):
     """The graphs of a session share their memory. Each prompt has the logits of eager code at the padded length."""
     config = LlamaConfig(vocabulary=97, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=2048)
-    torch.manual_seed(0)
     model = (build(config) if ours else model_of("llama", max_position_embeddings=2048)).bfloat16().cuda().eval()
     sessions = [Engine(model, context=2048, kv_cache=kv_cache)._new_session(1, 2048) for _ in range(2)]
     sessions[1].captures = False
@@ -160,7 +159,6 @@ def test_prompts_of_any_length_are_replayed(ours, kv_cache):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_model_of_ours(autocast):
     config = LlamaConfig(vocabulary=97, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=128)
-    torch.manual_seed(0)
     model = build(config).cuda().eval()
     engine = Engine(model, context=128)
 
@@ -335,7 +333,6 @@ def test_compiled_generation_is_the_same(dtype):
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_a_long_prompt_in_pieces_in_fp8(kind):
     pytest.importorskip("cudnn")
-    torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 6000, 128, device="cuda").bfloat16() for n in (4, 2, 2))
     store = LayerKVCache((1, 2, 7000, 128), kind, device="cuda", fp8_attention=True)
     found = []

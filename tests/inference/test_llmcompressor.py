@@ -136,13 +136,9 @@ def test_bytes_that_gptq_chose_are_counted(made: Made) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_inspect_lists_them(made: Made) -> None:
-    from typer.testing import CliRunner
-
-    from octavo_cli.app import app
-
-    done = CliRunner().invoke(app, ["inspect", str(made("FP8_KV")), "--json"])
-    assert done.exit_code == 0, done.output
-    rows = {row["tensor"]: row for row in json.loads(done.output)["tensors"]}
+def test_inspect_lists_them(octavo, made: Made) -> None:
+    code, out, err = octavo("inspect", made("FP8_KV"), "--json")
+    assert code == 0, err
+    rows = {row["tensor"]: row for row in json.loads(out)["tensors"]}
     assert rows[f"{UP}.weight"]["scheme"] == "static"
     assert rows["model.layers.0.self_attn.k_scale"]["scheme"] == "kv cache"

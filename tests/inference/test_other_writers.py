@@ -12,7 +12,6 @@ import torch
 from metrics import distance
 from other_writers import CACHES, INPUT, WRITERS, know_caches, make_source
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 from verify_examples import change_tensors, remarks
 
 import octavo
@@ -20,7 +19,6 @@ from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.inference.packed_linear import PackedLinear
 from octavo.packing import convert_layout, pack, unpack
 from octavo.verification import verify
-from octavo_cli.app import app
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +95,12 @@ def test_scales_of_a_cache_are_read(written, writer):
     assert {(float(k), float(v)) for k, v in found.values()} == {CACHES[writer]}
 
 
-def test_scales_that_are_not_used_are_named(written, tmp_path):
+def test_scales_that_are_not_used_are_named(printed, written, tmp_path):
     folder, _ = written("single numbers, outputs' scales, zero points")
     with pytest.warns(UserWarning, match=r"output_scale .* is a scale that Octavo does not use"):
         octavo.load(folder)
     assert len(PackedTensors(folder).unused) == 2 * 2 * 7
-    done = CliRunner().invoke(app, ["inspect", str(folder)])
-    assert done.exit_code == 0, done.output
-    assert "28 scales and zero points that no layer reads" in done.output
+    assert "28 scales and zero points that no layer reads" in printed("inspect", folder)
     assert len(unpack(folder, tmp_path / "plain").unused) == 28
 
 
@@ -194,10 +190,10 @@ def test_what_reads_it_warns(model, tmp_path, read):
         read(wrong, tmp_path / "second")
 
 
-def test_inspect_says_it(model, tmp_path):
+def test_inspect_says_it(printed, model, tmp_path):
     for wrong in (False, True):
         folder = pack_block(model, tmp_path / f"{wrong}", wrong)
-        said, listed = (CliRunner().invoke(app, ["inspect", str(folder), *more]).output for more in ([], ["--json"]))
+        said, listed = (printed("inspect", folder, *more) for more in ([], ["--json"]))
         assert ("look reciprocal" in said) == wrong
         assert len(json.loads(listed)["reciprocal_scales"]) == LAYERS * wrong
 

@@ -269,9 +269,7 @@ def test_generate_takes_the_tokens_of_the_whole_forward_pass(packed: Callable[[s
     assert (scores.amax(1) - chosen < 0.05 * scores.std()).all()  # but for ties within BF16's rounding
 
 
-def test_a_gpu_without_an_fp8_gemm_runs_a_channel_folder_so(
-    packed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_an_fp8_gemm_runs_a_channel_folder_so(packed, monkeypatch):
     expected = logits(octavo.load(packed("weight"), "cuda"), tokens(5).cuda())
     monkeypatch.setattr("octavo.checkpoint.scheme.product_backend", lambda *args: Backend("none", "an Ampere"))
     monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._input_cast)

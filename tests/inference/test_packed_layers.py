@@ -240,7 +240,6 @@ def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(made):
 
 @pytest.mark.parametrize("scheme", [CHANNEL, INT8], ids=lambda scheme: scheme.name)
 def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias(scheme):
-    torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(48, n, bias=name != "b") for name, n in (("a", 17), ("b", 5), ("c", 32))})
     state = {}
     for name, linear in model.items():
@@ -279,9 +278,7 @@ def test_another_models_state_is_taken_in_place(made):
     with pytest.raises(RuntimeError, match=rf"Missing key.*{NAME}\.weight"):
         model.load_state_dict(state)
     state[f"{NAME}.weight"] = torch.zeros(256, 128)
-    with pytest.raises(
-        RuntimeError, match=r"up_proj\.weight must be torch\.float8_e4m3fn \[256, 128\], got torch.float32"
-    ):
+    with pytest.raises(RuntimeError, match=r"up_proj\.weight must be torch\.float8_e4m3fn .*, got torch.float32"):
         model.load_state_dict(state)
 
 

@@ -24,9 +24,7 @@ SETTINGS = [
 ]
 
 
-def processors(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
-) -> transformers.LogitsProcessorList:
+def processors(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0):
     """In the order of transformers' generate, and only those that it makes."""
     made = (
         repetition_penalty != 1 and transformers.RepetitionPenaltyLogitsProcessor(repetition_penalty),

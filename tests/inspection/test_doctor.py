@@ -17,11 +17,7 @@ BAD = [
     ({"triton": False}, "no Triton", "pip install triton"),
     ({"compiler": False}, "no C compiler", "install gcc"),
     ({"tf32": False}, "TF32 is off", 'set_float32_matmul_precision("high")'),
-    (
-        {"extensions": ("_C.cpython-310-x86_64-linux-gnu.so", "_C.abi3.so")},
-        "torchao for another Python",
-        "nothing",
-    ),
+    ({"extensions": ("_C.cpython-310-x86_64-linux-gnu.so", "_C.abi3.so")}, "torchao for another Python", "nothing"),
     ({"environment": {"NCCL_SOCKET_IFNAME": "ib0"}}, "no such network interface", "name one of these"),
     ({"environment": {"GLOO_SOCKET_IFNAME": "=eth1"}}, "no such network interface", "name one of these"),
     ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "environment", "unset it"),

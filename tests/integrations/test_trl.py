@@ -48,9 +48,7 @@ CONVERSATION = [{"role": "user", "content": "w3 w4"}]
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("prompts", [["w1 w2 w3", "w4"], [CONVERSATION, CONVERSATION * 2]], ids=["texts", "chats"])
-def test_a_trainer_of_trl_gets_answers_of_the_weights_that_it_trains(
-    model: Any, tokenizer: Any, prompts: list[Any], tmp_path: Path
-) -> None:
+def test_a_trainer_of_trl_gets_answers_of_the_weights_that_it_trains(model, tokenizer, prompts, tmp_path):
     served = serve(model, tmp_path)
     octavo.convert(model, "rowwise_forward")
     rollouts, checksums, seen = Rollouts(served), [], []

@@ -17,7 +17,7 @@ SIZES = {
 
 def built(**changes: object) -> Mixture:
     torch.manual_seed(0)
-    model = Mixture(MixtureConfig(**(SIZES | changes)))  # type: ignore[arg-type]
+    model = Mixture(MixtureConfig(**(SIZES | changes)))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 else torch.nn.init.uniform_(p, 0.5, 1.5)
     return model
@@ -49,7 +49,6 @@ def test_the_balance_loss_is_that_of_the_switch_transformer():
         expected.append(0.5 * 4 * (shares * p.mean(0)).sum())
     found = model.take_balance()
     assert model.take_balance() is None
-    assert found is not None
     torch.testing.assert_close(found.double(), torch.stack(expected).mean(), rtol=1e-6, atol=0)
     found.backward()
     assert all(block.mlp.gate.weight.grad.any() for block in model.model.layers)
@@ -61,7 +60,6 @@ def test_the_balance_loss_is_that_of_the_switch_transformer():
 
 
 def test_its_weights_are_drawn_as_those_of_the_other_models():
-    torch.manual_seed(0)
     model = Mixture(MixtureConfig(**(SIZES | {"width": 64, "mlp_width": 96, "layers": 8})))
     experts = model.model.layers[0].mlp.experts
     assert float(experts.gate_up_proj.detach().std()) == pytest.approx(0.02, rel=0.05)

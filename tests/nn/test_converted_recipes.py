@@ -171,10 +171,7 @@ def test_convert_on_an_ampere_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(
-        ValueError,
-        match=r"cannot run the recipe rowwise \(y, dx, dw: Ampere .* has no FP8 GEMM\).*emulate=True",
-    ):
+    with pytest.raises(ValueError, match=r"recipe rowwise \(y, dx, dw: Ampere .* no FP8 GEMM\).*emulate=True"):
         octavo.convert(model, "rowwise", device="cuda")
     with pytest.raises(ValueError, match="train in BF16 here"):
         octavo.convert(model, "auto", device="cuda")
@@ -193,7 +190,6 @@ def passes(recipe: octavo.Recipe | None) -> list[Tensor]:
     x, dy = torch.randn(80, 96, requires_grad=True), torch.randn(80, 64)
     y = model(x)
     y.backward(dy)
-    assert x.grad is not None
     return [y.detach(), x.grad, *(layer.weight.grad for layer in (model[0], model[2]))]
 
 
@@ -259,8 +255,6 @@ def trained(recipe: Path | None) -> list[Tensor]:
         y = model(leaf)
         y.backward(dy)
         octavo.scales.update_scales(model)
-        assert leaf.grad is not None
-        assert layer.weight.grad is not None
         found = [y.detach(), leaf.grad, layer.weight.grad]
     return found
 
@@ -287,9 +281,7 @@ def test_recipes_drawn_at_random_train(tmp_path: Path, part: int) -> None:
 @pytest.mark.parametrize(
     ("granularity", "history"), [("tensor", None), ("tensor", {"margin": 1, "interval": 2}), ("block:32x32", None)]
 )
-def test_scales_of_one_byte_train_by_tensor_and_by_square(
-    tmp_path: Path, granularity: str, history: dict[str, float] | None
-) -> None:
+def test_scales_of_one_byte_train_by_tensor_and_by_square(tmp_path, granularity, history):
     cast = {"granularity": granularity, "scale": "e8m0", "history": history}
     gemms = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
     path = tmp_path / "mine.json"
@@ -316,7 +308,6 @@ class Block(nn.Module):
 
 @pytest.mark.slow
 def test_a_second_recipe_compiles_after_the_first() -> None:
-    torch.manual_seed(0)
     original, x = Block(), torch.randn(16, 32)
     found = []
     for recipe in RECIPES:

@@ -99,6 +99,8 @@ REFUSED = [
        r"^a Linear with a weight \[16, 32\] takes an input") for shape in ((3, 8), (0, 8), ())),
     (lambda: converted(nn.Linear(32, 16))(torch.randn(32, dtype=torch.float64)),
      r"^a Linear takes float32, bfloat16 or float16, its input is torch.float64 \[32\]"),
+    *((lambda recipe=recipe: layer(recipe)(None), "the layer '0' takes a tensor, got NoneType")
+      for recipe in ("bf16", "rowwise", "delayed")),
     (lambda: layer().double()(ROWS), r"the layer '0' .* its weight is torch\.float64"),
     *((lambda make=make, dtype=dtype: converted(nn.ModuleDict({"block": make()}))["block"](ROWS.to(dtype)),
        r"the layer 'block\.(0|first)' takes float32.* its input is torch\.")

@@ -205,9 +205,7 @@ def test_a_table_is_written_whole_or_not_at_all(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"grid": []}', "\x00"])
-def test_a_cached_table_that_cannot_be_read_says_which_and_what_to_do(
-    text: str, folder: Path, pretend: Callable
-) -> None:
+def test_a_cached_table_that_cannot_be_read_says_which_and_what_to_do(text, folder, pretend):
     pretend(H100)
     folder.mkdir()
     cache_path(H100).write_text(text)

@@ -82,7 +82,7 @@ def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
     x = torch.randn(T, K)
     mlp(x)
     for module in (mlp, parts):
-        promote(module.get_submodule("up_proj"), to)  # type: ignore[arg-type]
+        promote(module.get_submodule("up_proj"), to)
     with octavo.scales.cast_once(mlp):
         assert torch.equal(mlp(x), parts(x))
         mlp(x).square().sum().backward()
@@ -102,7 +102,7 @@ def test_compiled_code_of_its_block_is_compiled_again() -> None:
     with torch.no_grad():
         model(x)
         first = graphs.frame_count
-        promote(model[1].down_proj, "bf16")  # type: ignore[arg-type]
+        promote(model[1].down_proj, "bf16")
         y = model(x)
         assert graphs.frame_count == first + 1
         model(x)
@@ -112,7 +112,6 @@ def test_compiled_code_of_its_block_is_compiled_again() -> None:
 
 
 def test_experts_in_bf16_are_those_before_the_conversion() -> None:
-    torch.manual_seed(0)
     experts, x, weight = Experts(4, 32, 48), torch.randn(20, 32), torch.rand(20, 2)
     index = torch.rand(20, 4).topk(2).indices
     expected = experts(x, index, weight)

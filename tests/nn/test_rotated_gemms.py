@@ -96,7 +96,6 @@ def test_a_weight_that_y_reads_without_a_rotation_is_cached(gemms: tuple[str, ..
 @pytest.mark.slow
 def test_two_rotated_layers_compile_in_seconds() -> None:
     """With views between the stages of a rotation, Inductor simplified nested indices for more than ten minutes."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     octavo.convert(model, rotated(rowwise(), "y"))
     x, found = torch.randn(48, 64), []

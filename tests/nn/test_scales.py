@@ -184,7 +184,6 @@ def mixed() -> nn.ModuleList:
 
 
 def test_each_history_is_as_if_it_were_alone() -> None:
-    torch.manual_seed(0)
     model = mixed()
     found = [history for _, history in histories(model)]
     expected = [Expected(history) for history in found]
@@ -228,7 +227,6 @@ def test_the_host_reads_no_number_once_all_histories_have_a_scale(rule: str) -> 
 
 @pytest.mark.gpu
 def test_the_scales_are_those_of_the_cpu_and_the_host_does_not_wait() -> None:
-    torch.manual_seed(0)
     here = mixed()
     there = deepcopy(here).cuda()
     for step in range(6):

@@ -28,10 +28,7 @@ def by_row(scale: torch.Tensor, granularity: Granularity = ROW) -> QTensor:
 
 
 REFUSED = [  # a call, and the words of its error
-    (
-        lambda: QTensor(data(3, 5), torch.ones(3, 1), FORMATS["e5m2"], ROW),
-        r"e5m2 data must be torch\.float8_e5m2, got torch\.float8_e4m3fn",
-    ),
+    (lambda: QTensor(data(3, 5), torch.ones(3, 1), FORMATS["e5m2"], ROW), "e5m2 data must be .*, got .*float8_e4m3fn"),
     *(
         (lambda d=dtype: by_row(torch.ones(3, 1, dtype=d)), f"a scale must be float32 or float8_e8m0fnu, got {dtype}")
         for dtype in (torch.float64, torch.bfloat16, torch.uint8)
@@ -146,7 +143,6 @@ def slow_blocks(granularity: Granularity, shape: tuple[int, ...]) -> dict[tuple[
 @pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_scale_shape_amax_and_expand_equal_a_loop_over_elements(granularity, shape):
-    torch.manual_seed(0)
     x = torch.randn(shape)
     members = slow_blocks(granularity, shape)
     expected_shape = tuple(max(axis) + 1 for axis in zip(*members, strict=True))

@@ -92,8 +92,8 @@ def test_help_and_typing_mistakes_are_answered_without_pytorch() -> None:
         assert answer in (err if code else out), words
 
 
-def test_the_commands_are_listed_in_groups(octavo: Octavo) -> None:
-    lines = octavo("--help")[1].splitlines()
+def test_the_commands_are_listed_in_groups(printed) -> None:
+    lines = printed("--help").splitlines()
     assert [line.split()[0] for line in lines[lines.index("Train:") :] if line.startswith("  ")] == list(COMMANDS)
 
 
@@ -111,9 +111,7 @@ def test_every_other_word_stands_for_a_command_that_exists() -> None:
         ("pack --sch", {"--scheme"}),
     ],
 )
-def test_a_shell_completes_commands_and_options(
-    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str]
-) -> None:
+def test_a_shell_completes_commands_and_options(octavo, monkeypatch, words, offered):
     given = ["octavo", *words.split()]
     variables = {"_OCTAVO_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(given), "COMP_CWORD": str(len(given) - 1)}
     for name, value in variables.items():
@@ -275,9 +273,7 @@ def test_a_name_of_300_letters_is_refused(refused: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("width", ["", "0"])
-def test_an_unknown_width_of_the_terminal_shows_all(
-    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, width: str
-) -> None:
+def test_an_unknown_width_of_the_terminal_shows_all(octavo, monkeypatch, width):
     usual = octavo("formats")
     set_variable = monkeypatch.setenv  # the fixture gives a width of its own
     monkeypatch.setattr(monkeypatch, "setenv", lambda name, _: set_variable(name, width))
@@ -303,8 +299,8 @@ def test_a_warning_is_one_line() -> None:
     assert done.stderr == "warning: odd scales\n"
 
 
-def test_only_the_known_messages_of_other_packages_are_hidden(octavo: Octavo, caplog: Any) -> None:
-    assert octavo("formats", "0.1")[0] == 0
+def test_only_the_known_messages_of_other_packages_are_hidden(printed, caplog: Any) -> None:
+    printed("formats", "0.1")
     logging.getLogger("torchao").warning("Failed to load _C.so: no such symbol")
     logging.getLogger("torch.utils._pytree").warning("%s is an Enum subclass and is now natively supported by", int)
     assert caplog.messages == []

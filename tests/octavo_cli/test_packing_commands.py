@@ -59,9 +59,8 @@ def rows(out):
 # --- calibrate
 
 
-def test_calibrate(octavo, llama, data, tmp_path):
-    code, out, err = octavo("calibrate", llama, tmp_path / "out", "--data", data, *OPTIONS)
-    assert (code, err) == (0, "")
+def test_calibrate(printed, llama, data, tmp_path):
+    out = printed("calibrate", llama, tmp_path / "out", "--data", data, *OPTIONS)
     found = Calibration.load(tmp_path / "out")
     assert found.prompts == 30
     assert f"30 prompts, 720 tokens, {len(found.sites)} sites" in out
@@ -74,19 +73,18 @@ def test_calibrate(octavo, llama, data, tmp_path):
     assert found.sites["model.layers.0.self_attn.q_proj.input"].outlier_channels().tolist() == [5]
 
 
-def test_it_says_what_it_skipped_and_lacked(octavo, llama, tmp_path):
+def test_it_says_what_it_skipped_and_lacked(printed, llama, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("Folded three times. " * 40)
     (texts / "latin.txt").write_bytes(b"pli\xe9 " * 40)
-    code, out, _ = octavo("calibrate", llama, tmp_path / "out", "--data", texts, "--samples", 2, "--context", 8)
-    assert code == 0
+    out = printed("calibrate", llama, tmp_path / "out", "--data", texts, "--samples", 2, "--context", 8)
     assert "read 1 file (800 bytes); skipped 1: 1 not UTF-8 (latin.txt)" in out.splitlines()
     read = Calibration.load(tmp_path / "out").settings["data"]
     assert read["skipped"] == {"not UTF-8": {"count": 1, "bytes": 200, "examples": ["latin.txt"]}}
     lines = tmp_path / "rows.jsonl"
     lines.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "three", "one")))
-    out = octavo("calibrate", llama, tmp_path / "few", "--data", lines, *OPTIONS)[1]
+    out = printed("calibrate", llama, tmp_path / "few", "--data", lines, *OPTIONS)
     assert "2 prompts (30 asked for, the data has no more), 8 tokens" in out
 
 
@@ -100,52 +98,46 @@ def test_an_interrupt_says_how_to_continue(octavo, llama, data, tmp_path, monkey
 # --- pack
 
 
-def test_sizes_stand_together(octavo, opt, tmp_path):
-    code, out, err = octavo("pack", opt, tmp_path / "out", "--skip", "*.fc2")
-    assert (code, err) == (0, "")
-    said = dict(rows(out))
+def test_sizes_stand_together(printed, opt, tmp_path):
+    said = dict(rows(printed("pack", opt, tmp_path / "out", "--skip", "*.fc2")))
     assert {"linear layers packed", "speed", "left in BF16", "the whole folder"} <= said.keys()
     weights, scales = 2 * (4 * 64 * 64 + 96 * 64), 2 * 4 * (4 * 64 + 96)
     sizes = f"{(weights + scales) / 1e6:.2f} MB with scales, 0.531 of {2 * weights / 1e6:.2f} MB in BF16"
     assert said["size of packed layers"] == sizes
 
 
-def test_a_cache_of_opt_opens_in_transformers(octavo, opt, data, tmp_path, monkeypatch):
+def test_a_cache_of_opt_opens_in_transformers(octavo, printed, opt, data, tmp_path, monkeypatch):
     """OPT's config.json does not state num_key_value_heads, which compressed-tensors makes the cache by."""
     know_caches(monkeypatch)
     assert "num_key_value_heads" not in json.loads((opt / "config.json").read_text())
     options = ("--data", data, "--samples", 4, "--context", 32)
-    assert octavo("calibrate", opt, tmp_path / "calibrated", *options)[0] == 0
+    printed("calibrate", opt, tmp_path / "calibrated", *options)
     cached = ("--calibration", tmp_path / "calibrated", "--kv-cache", "fp8", "--rule", "mse")
-    code, out, err = octavo("pack", opt, tmp_path / "out", *cached)
-    assert (code, err) == (0, "")
+    out = printed("pack", opt, tmp_path / "out", *cached)
     assert dict(rows(out))["KV cache"] == "scales of keys and values in e4m3, for 2 attention layers"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_key_value_heads"] == 4
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert torch.isfinite(opened(torch.arange(20)[None]).logits).all()
     assert octavo("verify", tmp_path / "out", "--against", opt, *options)[0] == 0
-    assert octavo("pack", opt, tmp_path / "plain")[0] == 0
+    printed("pack", opt, tmp_path / "plain")
     assert "num_key_value_heads" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
-def test_a_model_without_a_tokenizer(octavo, opt, tmp_path):
+def test_a_model_without_a_tokenizer(printed, opt, tmp_path):
     source = shutil.copytree(opt, tmp_path / "source", ignore=shutil.ignore_patterns("tokenizer*"))
-    code, out, _ = octavo("pack", source, tmp_path / "out")
-    assert code == 0
+    out = printed("pack", source, tmp_path / "out")
     assert dict(rows(out))["no tokenizer"] == "the source has none, and octavo generate needs one"
 
 
-def test_a_budget(octavo, qwen, data, tmp_path):
+def test_a_budget(printed, qwen, data, tmp_path):
     options = ("--data", data, "--samples", 6, "--context", 24)
-    code, out, err = octavo("pack", qwen, tmp_path / "all", "--budget", "kl=9", *options)
-    assert (code, err) == (0, "")
+    out = printed("pack", qwen, tmp_path / "all", "--budget", "kl=9", *options)
     record = json.loads((tmp_path / "all" / "octavo.json").read_text())["budget"]
     assert "asked for kl=9, measured kl=" in out
     assert record["kept_in_bf16"] == []
     assert (record["data"]["read"]["files"], record["data"]["read"]["skipped"]) == (1, {})
     limit = record["limits"][0]["measured"] / 3
-    code, out, err = octavo("pack", qwen, tmp_path / "out", "--budget", f"kl={limit}", *options)
-    assert (code, err) == (0, "")
+    out = printed("pack", qwen, tmp_path / "out", "--budget", f"kl={limit}", *options)
     record = json.loads((tmp_path / "out" / "octavo.json").read_text())["budget"]
     shown = [line.split() for line in out.splitlines() if line.startswith("model.layers")]
     kept = [row[0] for row in shown if row[-1] == "BF16"]
@@ -156,12 +148,11 @@ def test_a_budget(octavo, qwen, data, tmp_path):
     assert re.search(rf"left in BF16 +{layers} by the budget, in the table below", out)
 
 
-def test_smooth_and_rotate(octavo, qwen, data, tmp_path):
+def test_smooth_and_rotate(printed, qwen, data, tmp_path):
     options = ("--samples", 8, "--context", 24)
-    assert octavo("calibrate", qwen, tmp_path / "calibrated", "--data", data, *options)[0] == 0
+    printed("calibrate", qwen, tmp_path / "calibrated", "--data", data, *options)
     words = ("--smooth", tmp_path / "calibrated", "--alpha", 0.6, "--rotate")
-    code, out, err = octavo("pack", qwen, tmp_path / "out", *words)
-    assert (code, err) == (0, "")
+    out = printed("pack", qwen, tmp_path / "out", *words)
     assert f"folded {qwen} into {tmp_path / 'out'}" in out
     assert re.search(r"tensors smoothed +3, by factors of ", out)
     assert "residual stream in blocks of 32, heads in blocks of 16" in out

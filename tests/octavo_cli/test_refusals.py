@@ -24,13 +24,6 @@ COMMANDS = {
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _made_before(made):
-    """transformers shows a bar as it writes the model, which is no line of a command."""
-    for scheme in ("channel", "int8", "mx"):
-        made("llama", scheme=scheme)
-
-
 def words_of(command, model, text):
     places = {"model": model, "text": text, "out": model.with_name("out")}
     return COMMANDS.get(command, command).format(**places).split()
@@ -95,16 +88,14 @@ LOADED = (*(name for name in COMMANDS if name not in ("rotate", "gguf", "freeze"
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("command", LOADED)
-def test_a_config_of_wrong_values_is_named(octavo, made, tmp_path, command, wrong):
+def test_a_config_of_wrong_values_is_named(refused, made, tmp_path, command, wrong):
     scheme = {"scheme": "channel"} if command == "packed" else {}
     model = shutil.copytree(made("llama", **scheme), tmp_path / "model")
     change_json(model / "config.json", lambda config: config.update(WRONG[wrong]))
     words = words_of("generate" if command == "packed" else command, model, write_text(tmp_path / "text.txt"))
     if (command, wrong) in (("train", "a number for a class"), ("packed", "unknown dtype")):
         pytest.skip("the entry is not read")
-    code, _, err = octavo(*words)
-    assert (code, err.count("\n"), err[:7]) == (1, 1, "error: ")
-    assert str(model) in err
+    assert str(model) in refused(*words)
     assert not (tmp_path / "out").exists()
 
 
@@ -119,16 +110,14 @@ def test_a_config_of_wrong_values_is_named(octavo, made, tmp_path, command, wron
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_a_tokenizer_that_does_not_open_or_fit(octavo, made, tmp_path, command, damage, message):
+def test_a_tokenizer_that_does_not_open_or_fit(refused, made, tmp_path, command, damage, message):
     """Of the bytes as a BPE with other entries, or with another text."""
     model = shutil.copytree(made("llama"), tmp_path / "model")
     path = model / "tokenizer.json"
     found = json.loads(path.read_text())
     path.write_text(damage if isinstance(damage, str) else json.dumps(found | {"model": found["model"] | damage}))
     (tmp_path / "text.txt").write_text("ab" * 200)
-    code, _, err = octavo(*words_of(command, model, tmp_path / "text.txt"))
-    assert (code, err.count("\n"), err[:7]) == (1, 1, "error: ")
-    assert message in err
+    assert message in refused(*words_of(command, model, tmp_path / "text.txt"))
 
 
 # --- Runs
@@ -195,10 +184,7 @@ OF_RUN = "is a checkpoint of the run fp8: give fp8, and to choose one --step"
         (["report", "fp8/step-00000004"], OF_RUN),
         (["train", "--resume", "fp8/step-00000004"], OF_RUN),
         (["pack", "fp8", "fp8/step-00000004/out"], "would lie in a checkpoint of the run .*fp8, which removes"),
-        (
-            ["pack", "fp8", "fp8/step-00000004/a.gguf", "--layout", "gguf", "--no-tokenizer"],
-            "would lie in a checkpoint of the run .*fp8",
-        ),
+        (["pack", "fp8", "fp8/step-00000004/a.gguf", "--layout", "gguf", "--no-tokenizer"], "lie in a checkpoint"),
         (["pack", "bf16", "out", "--rotate", "--seed", "-1"], r"seed must be an integer from 0 to 2\^63 - 1; got -1"),
         (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
         (["calibrate", ".", "out", "--data", "text.txt"], "holds no config.json: give a run of octavo train, or a"),
@@ -209,10 +195,7 @@ OF_RUN = "is a checkpoint of the run fp8: give fp8, and to choose one --step"
         (["pack", "bf16", "out", "--calibration", "packed"], "is missing: give a folder that octavo calibrate wrote"),
         (["pack", "bf16", "out", "--data", "text.txt"], "--data is for --budget or --freeze.*leave --data out"),
         (["pack", "bf16", "out", "--device", "cuda"], "--device is for --budget or --freeze"),
-        (
-            ["pack", "bf16", "out", "--freeze", "4", "--data", "text.txt", "--samples", "8"],
-            "--samples is for --budget,",
-        ),
+        (["pack", "bf16", "out", "--freeze", "4", "--data", "text.txt", "--samples", "8"], "samples is for --budget"),
         (["unpack", "packed", "out", "--context", "64"], "--context is for --freeze"),
         (["evaluate", "bf16", "--context", "32"], "--context is for --data, which is not given: add it, or leave"),
         (["verify", "packed", "--against", "bf16", "--samples", "4"], "--samples is for --data"),

@@ -46,26 +46,23 @@ def written_settings(run):
 # --- train
 
 
-def test_a_run_and_its_continuation(octavo, here):
-    code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "other.txt", "--recipe=delayed", "--out", "run")
-    assert (code, err) == (0, "")
+def test_a_run_and_its_continuation(printed, here):
+    out = printed("train", "tiny.toml", "--data", "text.txt", "other.txt", "--recipe=delayed", "--out", "run")
     steps = [line for line in out.splitlines() if line.startswith("step ") and "/4" in line]
     assert [line.split()[1] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
     assert all(part in steps[0] for part in ("loss", "lr", "grad norm", "tokens/s", "ETA"))
     assert "delayed: 7 linear layers converted, 1 skipped" in out
     assert out.splitlines()[-1] == "done: 4 steps in run"
     assert written_settings(here / "run").data == (f"{here}/text.txt", f"{here}/other.txt")
-    code, out, err = octavo("train", "--resume", "run", "--steps", "6", "--log-every", "2")
-    assert (code, err) == (0, "")
+    out = printed("train", "--resume", "run", "--steps", "6", "--log-every", "2")
     assert "resumed from run/step-00000004" in out
     assert out.splitlines()[-1] == "done: 6 steps in run"
     assert sorted(path.name for path in (here / "run").glob("step-*")) == [f"step-0000000{n}" for n in (2, 4, 6)]
 
 
-def test_settings_may_come_first_and_without_a_file(octavo, here):
+def test_settings_may_come_first_and_without_a_file(printed, here):
     tiny = [f"--{name}={value}" for name, value in SMALLEST.items() if name != "steps"]
-    code, out, err = octavo("train", "--steps", "3", *tiny, "--no-tied", *QUICK[2:])
-    assert (code, err) == (0, "")
+    out = printed("train", "--steps", "3", *tiny, "--no-tied", *QUICK[2:])
     assert out.splitlines()[-1] == "done: 3 steps in run"
     assert written_settings(here / "run").tied is False
 
@@ -116,9 +113,8 @@ def test_a_bad_setting_is_one_line_and_writes_nothing(refused, here, words, esse
     assert {path: path.read_bytes() for path in sorted(here.rglob("*")) if path.is_file()} == before
 
 
-def test_settings_lists_every_one_with_its_default(octavo):
-    code, out, _ = octavo("train", "--settings")
-    assert code == 0
+def test_settings_lists_every_one_with_its_default(printed):
+    out = printed("train", "--settings")
     rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("--")}
     assert rows.keys() == {f"--{name.replace('_', '-')}" for name in settings_of(Config)}
     assert " ".join(rows["--heads"].split()) == "--heads an integer 4 query heads of an attention"
@@ -181,8 +177,8 @@ def test_a_command_without_a_run_starts_none(refused, here, options):
     assert not (here / "runs").exists()
 
 
-def test_from_takes_the_settings_of_the_run(octavo, text):
-    assert octavo(*QUICK[:3], "--recipe", "delayed", "--out", "run")[0] == 0
+def test_from_takes_the_settings_of_the_run(octavo, printed, text):
+    printed(*QUICK[:3], "--recipe", "delayed", "--out", "run")
     for source in ("run", RunFolder(text / "run").newest()):
         out = octavo("bisect", "--from", source, "--seeds", "2", "--run-steps", "2", "--out", "why", "--json")[1]
         assert json.loads(out)["runs"] == 4
@@ -200,9 +196,8 @@ def test_an_interrupt_says_how_to_continue(octavo, text, monkeypatch):
 # --- compare
 
 
-def test_runs_are_compared_step_by_step(octavo, trained, logged):
-    code, out, err = octavo("compare", trained / "bf16", trained / "fp8")
-    assert (code, err) == (0, "")
+def test_runs_are_compared_step_by_step(printed, trained, logged):
+    out = printed("compare", trained / "bf16", trained / "fp8")
     bf16, fp8 = logged(trained / "bf16"), logged(trained / "fp8")
     lines = [line.split() for line in out.splitlines()]
     assert lines[1] == ["step", "bf16", "fp8", "gap"]
@@ -213,22 +208,21 @@ def test_runs_are_compared_step_by_step(octavo, trained, logged):
     assert float(lines[7][-1]) > 0.1
     assert " ".join(lines[8]) == ONE_SEED
     assert lines[9:] == [["recipe:", "bf16,", "delayed"]]
-    found = json.loads(octavo("compare", trained / "bf16", trained / "fp8", "--json")[1])
+    found = json.loads(printed("compare", trained / "bf16", trained / "fp8", "--json"))
     assert found["different_settings"] == {"recipe": ["bf16", "delayed"]}
     assert found["remark"] == ONE_SEED
     assert found["runs"][1]["gaps"]["4"] == pytest.approx(fp8[4] / bf16[4] - 1)
     assert found["runs"][1]["evaluations"] == {str(step): loss for step, loss in fp8.items()}
 
 
-def test_runs_without_memory_or_with_other_steps_are_compared_too(octavo, trained, tmp_path):
+def test_runs_without_memory_or_with_other_steps_are_compared_too(printed, trained, tmp_path):
     """An older run has no peak_memory; a run that goes on has fewer steps, and may be writing a line."""
     other = shutil.copytree(trained / "fp8", tmp_path / "bf16")
     change_json(other / "config.json", lambda config: config.update(min_learning_rate=1e-6))
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if k != "peak_memory"} for line in lines if line["step"] < 4]
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"step": 4, "evalu')
-    code, out, err = octavo("compare", trained / "bf16", other, trained / "fp8")
-    assert (code, err) == (0, "")
+    out = printed("compare", trained / "bf16", other, trained / "fp8")
     assert str(other) in out  # two folders are called bf16
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["4"])
     assert len(row) == 4  # the step, two losses, and one gap
@@ -236,7 +230,7 @@ def test_runs_without_memory_or_with_other_steps_are_compared_too(octavo, traine
     log = "".join(json.dumps(line) + "\n" for line in lines if "evaluation_loss" not in line)
     (other / "metrics.jsonl").write_text(log)
     (other / "config.json").unlink()  # as of another loop, which has no settings to compare
-    out = octavo("compare", trained / "bf16", other)[1]  # without a common evaluation there is no gap and no remark
+    out = printed("compare", trained / "bf16", other)  # without a common evaluation there is no gap and no remark
     assert [part for part in ("%", ONE_SEED, "recipe") if part in out] == []
 
 
@@ -256,21 +250,19 @@ def groups(trained, tmp_path_factory):
     return sorted(root.iterdir())
 
 
-def test_groups_of_runs_are_decided(octavo, groups):
-    code, out, err = octavo("compare", *groups, "--decide", "0.25%")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
+def test_groups_of_runs_are_decided(printed, groups):
+    lines = printed("compare", *groups, "--decide", "0.25%").splitlines()
     assert lines[0].split() == ["group", "pairs", "gap", "to", "bf16", "+-", "in", "steps", "verdict"]
     assert lines[1].split()[:3] == ["rowwise", "4", "+0.101%"]
     assert lines[1].endswith("within 0.25%")
     assert lines[2].split()[:3] == ["twin", "2", "+0.000%"]
     assert lines[2].endswith("cannot decide: 1 more pair like these, or a longer run")
     assert lines[3].startswith("slope of bf16 at the end: 2.")
-    found = json.loads(octavo("compare", *groups, "--decide", "0.05%", "--json")[1])
+    found = json.loads(printed("compare", *groups, "--decide", "0.05%", "--json"))
     assert found["margin"] == pytest.approx(0.0005)
     assert found["groups"]["rowwise"]["verdict"] == "worse"
     assert found["tokens_per_parameter"] > 0
-    out = octavo("compare", *groups[:8], "--decide", "0.01%")[1]
+    out = printed("compare", *groups[:8], "--decide", "0.01%")
     assert "worse by at least 0.0" in out
     assert "--disturb" in out.splitlines()[-1]  # how to make a twin
 
@@ -283,11 +275,9 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("runs") / "rowwise")
 
 
-def test_the_summary_and_the_page(octavo, run, tmp_path):
+def test_the_summary_and_the_page(printed, run, tmp_path):
     write_metrics(tmp_path / "bf16", 200, offset=-0.1)
-    code, out, err = octavo("report", run, tmp_path / "bf16")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
+    lines = printed("report", run, tmp_path / "bf16").splitlines()
     assert lines[0] == "rowwise"
     curves = [line.split()[1] for line in lines if line.startswith("loss ") and "▁" in line]
     assert [(len(curve), curve[:3], curve[-1]) for curve in curves] == [(32, "█▇▆", "▁")] * 2
@@ -300,9 +290,8 @@ def test_the_summary_and_the_page(octavo, run, tmp_path):
     assert all(text in page for text in (ONE_SEED, "What ran where", "Settings that differ", "saturation_spike"))
 
 
-def test_the_report_as_json(octavo, run, tmp_path):
-    code, out, err = octavo("report", run, "--json", "--html", tmp_path / "page.html")
-    assert (code, err) == (0, "")
+def test_the_report_as_json(printed, run, tmp_path):
+    out = printed("report", run, "--json", "--html", tmp_path / "page.html")
     (found,) = json.loads(out, parse_constant=pytest.fail)
     assert found["series"]["loss"]["inf_or_nan_at"] == []
     assert found["watched"]["samples"] == 20
@@ -323,10 +312,10 @@ def test_a_sparkline_shows_inf_and_nan():
     assert len(sparkline(np.arange(1000.0))) == 32
 
 
-def test_a_page_of_octavo_is_replaced_and_no_other_file(octavo, refused, run, tmp_path):
+def test_a_page_of_octavo_is_replaced_and_no_other_file(octavo, printed, refused, run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     for _ in range(2):  # the second page replaces the first
-        assert octavo("report", copy)[0] == 0
+        printed("report", copy)
     (tmp_path / "mine.html").write_text("<!doctype html>\n<html><body>mine</body></html>")
     (tmp_path / "binary.html").write_bytes(bytes(range(256)))
     (tmp_path / "link.html").symlink_to("mine.html")
@@ -337,7 +326,7 @@ def test_a_page_of_octavo_is_replaced_and_no_other_file(octavo, refused, run, tm
         assert path.read_bytes() == before
     (tmp_path / "empty.html").touch()
     (tmp_path / "way.html").symlink_to("empty.html")
-    assert octavo("report", copy, "--html", tmp_path / "way.html")[0] == 0
+    printed("report", copy, "--html", tmp_path / "way.html")
     assert (tmp_path / "empty.html").read_text() == (copy / "report.html").read_text()
     assert (tmp_path / "way.html").is_symlink()
     code, out, _ = octavo("report", run, "--json", "--html", "/dev/null")  # a pipe

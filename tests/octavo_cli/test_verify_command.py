@@ -36,21 +36,19 @@ class Noon(datetime):
         return cls(2030, 1, 2, 12, tzinfo=tz)
 
 
-def test_a_folder_without_its_model(octavo: Any, folders: dict[str, Path]) -> None:
-    code, out, _ = octavo("verify", folders["packed"])
-    assert code == 0
+def test_a_folder_without_its_model(octavo, printed, folders):
+    out = printed("verify", folders["packed"])
     assert "no fault in the folder by itself, and no weight was compared; transformers, octavo agree with them" in out
     code, _, err = octavo("verify", folders["packed"], "--data", folders["text"])
     assert code == 1
     assert "give --against" in err
 
 
-def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_folder(printed, folders, tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.verification.findings.datetime", Noon)
     files = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
     for _ in range(2):  # the second reports replace the first
-        code, out, err = octavo(*arguments(folders, *files, "--budget", "kl=1", "--budget", "ppl=5%"))
-        assert (code, err) == (0, "")
+        out = printed(*arguments(folders, *files, "--budget", "kl=1", "--budget", "ppl=5%"))
     assert "the bytes are right; transformers, octavo agree with them" in out
     assert all(title in out for title in ("Readers", "Quality", "Layers", "Size"))
     assert "8 prompts, 384 tokens" in out
@@ -75,9 +73,8 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path, m
     assert [(line["name"], len(line["y"])) for line in chart["lines"]] == [("weight", 14), ("output", 14)]
 
 
-def test_the_live_model(octavo: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, _ = octavo("verify", folders["packed"], "--live")
-    assert code == 0
+def test_the_live_model(octavo, printed, folders, monkeypatch):
+    out = printed("verify", folders["packed"], "--live")
     assert "live: 0 faults; y of 15 linear layers and dx of 0 compared; products in FP8" in out
 
     def load(*args: Any) -> Any:
@@ -154,9 +151,8 @@ def llama(tmp_path):
     return tmp_path
 
 
-def test_tables_of_settings(octavo, settings):
-    code, out, err = octavo("inspect", settings, "--dtypes")
-    assert (code, err) == (0, "")
+def test_tables_of_settings(printed, settings):
+    out = printed("inspect", settings, "--dtypes")
     for line in ("FLOPs by dtype", "FP32 in the forward pass, and why", "products that do not run in FP8"):
         assert line in out
     assert "model.layers.*.mlp.gate_proj" in out
@@ -164,9 +160,9 @@ def test_tables_of_settings(octavo, settings):
     assert "autocast runs pow in FP32" in out
 
 
-def test_operations_of_a_module_and_another_recipe(octavo, settings):
+def test_operations_of_a_module_and_another_recipe(printed, settings):
     words = ("--dtypes", "--module", "*.mlp.up_proj", "--recipe", "bf16", "--batch", "1", "--json")
-    found = json.loads(octavo("inspect", settings, *words)[1])
+    found = json.loads(printed("inspect", settings, *words))
     assert {row["module"] for row in found["operations"]} == {"model.layers.*.mlp.up_proj"}
     assert {(row["name"], row["computes_in"]) for row in found["operations"] if row["kind"] == "product"} == {
         ("mm", "BF16")
@@ -175,22 +171,18 @@ def test_operations_of_a_module_and_another_recipe(octavo, settings):
 
 
 @pytest.mark.parametrize("source", ["", "config.json"])
-def test_a_hugging_face_folder_without_weights(octavo, llama, source):
+def test_a_hugging_face_folder_without_weights(printed, llama, source):
     pytest.importorskip("transformers")
-    code, out, err = octavo("inspect", llama / source, "--dtypes", "--json")
-    assert (code, err) == (0, "")
-    found = json.loads(out)
+    found = json.loads(printed("inspect", llama / source, "--dtypes", "--json"))
     assert found["model"] == "LlamaForCausalLM"
     assert {each["module"] for each in found["left_out"]} == {"lm_head", "model.layers.*.self_attn"}
 
 
-def test_experts_run_in_fp8(octavo, llama):
+def test_experts_run_in_fp8(printed, llama):
     pytest.importorskip("transformers")
     mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     (llama / "config.json").write_text(json.dumps(LLAMA | mixtral))
-    code, out, _ = octavo("inspect", llama, "--dtypes", "--weights", "bf16", "--json")
-    assert code == 0
-    found = json.loads(out)
+    found = json.loads(printed("inspect", llama, "--dtypes", "--weights", "bf16", "--json"))
     assert found["flops"]["backward"]["FP8"] == 2 * found["flops"]["forward"]["FP8"]
     products = [row for row in found["operations"] if row["module"] == "model.layers.*.mlp.experts" and row["flops"]]
     expected = 3 * 2 * 64 * 2 * 3 * 64 * 128  # layers, 64 tokens, 2 experts of each, 3 matrices

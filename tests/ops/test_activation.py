@@ -10,7 +10,6 @@ from activation_oracle import KINDS, given, gradient64, gradient_magnitude, h64,
 from bits import bits
 from fused_op_examples import CASTS, DTYPES, NEAR, SIZES, assert_nan_in_one_row
 from quantize_oracle import assert_rounds_to, name_of
-from torch import Tensor
 
 from octavo.numerics import Cast
 from octavo.ops import (
@@ -19,14 +18,11 @@ from octavo.ops import (
     activation_quantize_scaled,
     activation_scales,
 )
-from octavo.ops.activation import ActivationGradient
 
 E4M3 = Cast()
 
 
-def backward(
-    dh: Tensor, u: Tensor, kind: str, cast: Cast = E4M3, h_cast: Cast = E4M3, *, biased: bool = False, **scales: Tensor
-) -> ActivationGradient:
+def backward(dh, u, kind, cast=E4M3, h_cast=E4M3, *, biased=False, **scales):
     """`activation_backward` after its forward; factors that are not given are ones."""
     ones = {"column_scale": torch.ones(1, u.shape[1]), "row_scale": torch.ones(u.shape[0], 1)}
     h_scale = activation_quantize(u, kind, h_cast).scale

@@ -18,7 +18,6 @@ SHAPES = [  # batch, heads, heads of keys, tokens, keys
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(shape):
-    torch.manual_seed(0)
     x = oracle.given(*shape)
     actual, _, amax = both_passes(x)
     expected = oracle.exact(*x)

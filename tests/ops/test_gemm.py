@@ -72,7 +72,6 @@ def test_bf16_is_the_default_and_fast_accumulation_is_exact_here():
 
 
 def test_a_nan_scale_poisons_its_row_and_no_other():
-    torch.manual_seed(0)
     x, w = torch.randn(5, 32), torch.randn(3, 32)
     x[2, 7], w[1, 0] = torch.inf, torch.nan
     nan = scaled_mm(quantize(x, Cast()), quantize(w, Cast())).isnan()

@@ -19,7 +19,6 @@ float32 sum: the bounds are those of promoted sums.
 
 import math
 from itertools import product as each_with_each
-from typing import Any
 
 import numpy as np
 import pytest
@@ -50,9 +49,7 @@ PAIRS = ["row", "row-gradient", "row-e5m2", "tensor"]
 PAIRS_OF_GROUPS = ["group32", "group64", "group64-e5m2", "strip-strip", "strip-square", "mx"]
 
 
-def pytorchs(
-    a: QTensor, b: QTensor, bias: Any = None, dtype: torch.dtype = torch.bfloat16, fast: bool = False
-) -> Tensor:
+def pytorchs(a, b, bias=None, dtype=torch.bfloat16, fast=False):
     """The operation, where it runs a GEMM of PyTorch."""
     poison()
     return scaled_mm(a, b, bias=bias, out_dtype=dtype, fast_accumulation=fast)

@@ -54,7 +54,6 @@ def test_no_rows_at_all():
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_gradient_of_each_matrix_reduces_over_its_group(sizes):
-    torch.manual_seed(0)
     h, x_t = (torch.randn(32, sum(sizes)).to(torch.float8_e4m3fn) for _ in range(2))  # both fit in each other's place
     scale = torch.rand(len(sizes), 32, 1) + 0.1
     dw = grouped_mm_dw(h, scale, x_t, offsets_of(sizes), out_dtype=torch.float32)
@@ -65,7 +64,6 @@ def test_the_gradient_of_each_matrix_reduces_over_its_group(sizes):
 
 @pytest.mark.parametrize("cast", [ROW_W, Cast(), Cast(scale="pow2", relative_floor=0.25)], ids=str)
 def test_the_floor_of_a_matrix_does_not_depend_on_the_others(cast):
-    torch.manual_seed(0)
     w = torch.randn(4, 10, 32) * torch.exp2(torch.randint(-20, 1, (4, 10, 1)))
     q, alone = quantize_matrices(w, cast), [quantize_stack([matrix], cast) for matrix in w]
     assert torch.equal(q.scale, torch.stack([part.scale for part in alone]))

@@ -82,7 +82,6 @@ def test_worst_row(sizes, pair, k, n, fast):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_gradients_of_ragged_groups(sizes, fast):
-    torch.manual_seed(0)
     n, k, rows = 96, 64, sum(sizes)
     g, x = (torch.randn(rows, columns).to(torch.float8_e4m3fn) for columns in (n, k))
     scale = torch.rand(len(sizes), n, 1) + 0.1
@@ -242,7 +241,6 @@ def test_the_operation_runs_e5m2_by_it(formats):
 
 def test_a_layer_with_e5m2_gradients_is_near_that_with_e4m3():
     """E5M2 has one bit of the mantissa less: twice the error of the gradients."""
-    torch.manual_seed(0)
     layer = GroupedLinear(3, 512, 256).cuda()
     x = torch.randn(640, 512, device="cuda", requires_grad=True)
     dy, offsets = torch.randn(640, 256, device="cuda"), torch.tensor([100, 100, 640], dtype=torch.int32).cuda()

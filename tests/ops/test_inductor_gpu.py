@@ -46,7 +46,6 @@ def gradients(model: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed", "blockwise", "rowwise_dw_bf16"])
 def test_compiled_code_launches_the_kernels(recipe: str) -> None:
     torch.compiler.reset()
-    torch.manual_seed(0)
     model = Block().to("cuda", torch.bfloat16)
     octavo.convert(model, recipe)
     x = torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16)
@@ -68,7 +67,6 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
 @pytest.mark.parametrize("change", ["rounding", "rotation"])
 def test_compiled_code_rounds_stochastically_and_rotates_in_kernels(change: str) -> None:
     torch.compiler.reset()
-    torch.manual_seed(0)
     recipe = octavo.recipe.rowwise()
     if change == "rounding":
         dy = replace(recipe.dy, rounding="stochastic")
@@ -141,7 +139,6 @@ def test_attention_that_is_computed_again_restores_a_random_state_only_if_it_dro
         torch.manual_seed(0)
         t = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
         call(t).float().square().sum().backward()
-        assert t.grad is not None
         return t.grad
 
     found, codes = run_and_get_code(run, torch.compile(attend_again, fullgraph=True))

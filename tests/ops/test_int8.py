@@ -90,7 +90,6 @@ def check_fused(q: QTensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("center", [False, True], ids=["RMS norm", "layer norm"])
 def test_a_norm_is_rounded_to_integers(center: bool) -> None:
-    torch.manual_seed(0)
     x, weight = torch.randn(6, 64), torch.rand(64) + 0.5
     norm: Any = nn.LayerNorm(64, eps=1e-6) if center else nn.RMSNorm(64, eps=1e-6)
     norm.weight.data.copy_(weight)
@@ -101,7 +100,6 @@ def test_a_norm_is_rounded_to_integers(center: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["swiglu", "gelu"])
 def test_an_activation_is_rounded_to_integers(kind: str) -> None:
-    torch.manual_seed(0)
     u = torch.randn(6, 64)
     q = ops.activation_quantize(u, kind, INT8)
     check_fused(q, nn.functional.silu(u[:, :32]) * u[:, 32:] if kind == "swiglu" else nn.functional.gelu(u))
@@ -125,8 +123,6 @@ def test_a_layer_compiled_gives_the_same() -> None:
 def test_the_output_of_a_layer_is_that_of_its_operands() -> None:
     layer, x = packed_layer("int8").float(), torch.randn(5, 256)
     operand = layer.operand(x)
-    assert isinstance(operand, QTensor)
-    assert layer.bias is not None
     exact = operand.dequantize().double() @ layer.packed_weight().dequantize().double().t() + layer.bias.double()
     assert worst_row(layer(x), exact) > 120
     assert layer.weight.dtype == torch.int8

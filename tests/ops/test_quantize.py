@@ -40,7 +40,6 @@ def test_quantize_equals_numpy(cast, shape, dtype):
 @pytest.mark.parametrize("size", [1e-10, 1e-35, 2.0**-140, 1e30])
 @pytest.mark.parametrize("cast", [Cast(), Cast(scale="pow2"), Cast("e5m2", TENSOR)], ids=name_of)
 def test_tiny_and_huge_inputs(cast, size):
-    torch.manual_seed(0)
     x = torch.randn(5, 33) * size
     check(quantize(x, cast), *oracle(x.numpy(), cast), cast)
 

@@ -28,7 +28,6 @@ def exact(z: Tensor, labels: Tensor, scale: float, cap: float) -> tuple[Tensor, 
     y = cap * torch.tanh(scale * wide) if cap else scale * wide
     losses = F.cross_entropy(y, labels, ignore_index=IGNORED, reduction="none")
     (losses.sum() * FACTOR).backward()
-    assert wide.grad is not None
     return losses.detach(), wide.grad
 
 
@@ -142,7 +141,6 @@ def test_on_a_gpu_it_is_the_reference(columns, scale, cap, dtype):
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_computes_the_same_in_every_run():
-    torch.manual_seed(0)
     z = 4 * torch.randn(512, 128_256, device="cuda", dtype=torch.bfloat16)
     labels, factor = torch.randint(128_256, (512,), device="cuda"), torch.tensor(1.0, device="cuda")
     first = None

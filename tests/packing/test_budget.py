@@ -172,7 +172,6 @@ def test_perplexity(tmp_path, model, data):
 
 def test_a_run_of_gpt2_within_a_budget(tmp_path, data):
     gpt2 = lively(GPT2(GPT2Config(256, 2, 64, 4, 48)))
-    assert isinstance(gpt2, GPT2)
     run = write_run(tmp_path / "run", gpt2, gpt2.config.to_hf(), model="gpt2")
     _, loose = pack_within(run, tmp_path / "all", [Budget("kl", 99)], data, prompts=FEW)
     limit = loose.all_packed.kl.value / 2

@@ -241,7 +241,6 @@ def matrix(size, runs):
 
 @pytest.mark.parametrize(("size", "runs"), [(1, 3), (2, 1), (8, 1), (8, 5), (32, 2), (96, 1), (6, 4), (512, 1)])
 def test_rotated_is_hadamards_matrix(size, runs):
-    torch.manual_seed(0)
     x = torch.randn(5, runs * size, dtype=torch.float64)
     assert np.allclose(rotated(size)(x).numpy(), x.numpy() @ matrix(size, runs), rtol=0, atol=1e-13)
     signs = random_signs(size, 3)

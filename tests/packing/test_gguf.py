@@ -15,19 +15,18 @@ import torch
 import transformers
 from metrics import distance
 from packed_examples import LLAMA, lively, write_run
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from typer.testing import CliRunner
+from verify_examples import change_json, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import WriteError
 from octavo.models import Llama, LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing.gguf_export import export_gguf
-from octavo_cli.app import app
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -268,21 +267,11 @@ def test_a_run_of_ours(tmp_path):
 
 
 def edited(change: Callable[[dict[str, Any]], Any], file: str = "config.json") -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        content = json.loads((folder / file).read_text())
-        change(content)
-        (folder / file).write_text(json.dumps(content))
-
-    return edit
+    return lambda folder: change_json(folder / file, change)
 
 
 def weight_of(value: float) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.embed_tokens.weight"][5, 5] = value
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-    return edit
+    return lambda folder: change_tensors(folder, lambda t: t["model.embed_tokens.weight"][5, 5].fill_(value))
 
 
 @pytest.mark.parametrize(
@@ -342,13 +331,11 @@ def test_without_the_package(tmp_path, monkeypatch):
         export_gguf(tmp_path, tmp_path / "model.gguf")
 
 
-def test_command(tmp_path):
+def test_command(printed, tmp_path):
     source = write_model(tmp_path / "source", "qwen2")
     ByteTokenizer().save(source)
-    words = ["pack", str(source), str(tmp_path / "out.gguf"), "--layout", "gguf", "--no-tokenizer"]
-    done = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
-    assert done.exit_code == 0, done.output
-    assert "qwen2, 1 tensor of f16, 14 tensors of q8_0, 11 tensors of f32" in done.output
+    out = printed("pack", source, tmp_path / "out.gguf", "--layout", "gguf", "--no-tokenizer")
+    assert "qwen2, 1 tensor of f16, 14 tensors of q8_0, 11 tensors of f32" in out
     values = fields(tmp_path / "out.gguf")
     assert values["tokenizer.ggml.model"] == "none"
     assert "tokenizer.ggml.tokens" not in values

@@ -15,7 +15,6 @@ from packed_examples import small_shards
 from safetensors.torch import load_file
 from tiny_models import make_model, outputs, same_bits, same_bytes, write_text
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 from verify_examples import change_config, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
@@ -28,7 +27,6 @@ from octavo.inference.opening import load_packed
 from octavo.numerics import Cast, group
 from octavo.packing import convert_layout, pack, pack_within, unpack
 from octavo.verification import layer_spec, verify
-from octavo_cli.app import app
 
 MODELOPT = ["static", "channel", "block"]
 
@@ -251,13 +249,8 @@ def test_one_nan_is_not_repacked(folders, tmp_path, name, how):
 # ---- the command line
 
 
-def test_commands(folders, tmp_path):
-    def run(*words):
-        done = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
-        assert done.exit_code == 0, done.output
-        return done.output
-
-    listed = json.loads(run("inspect", folders["mixed"], "--json"))
+def test_commands(printed, folders, tmp_path):
+    listed = json.loads(printed("inspect", folders["mixed"], "--json"))
     assert listed["layout"] == "compressed-tensors"
     rows = {row["tensor"]: row for row in listed["tensors"]}
     o_proj = rows["model.layers.0.self_attn.o_proj.weight"]
@@ -266,14 +259,14 @@ def test_commands(folders, tmp_path):
     assert o_proj["largest"] == pytest.approx(float(weight.abs().max()) / 448)
     assert rows["model.layers.0.mlp.down_proj.weight"]["dtype"] == "bfloat16"
     assert listed["bytes"] == sum(row["bytes"] for row in listed["tensors"])
-    assert "6 layers packed, 2 linear layers in BF16" in run("inspect", folders["mixed"])
-    run("unpack", folders["block"], tmp_path / "int8", "--scheme", "int8")
-    integers = json.loads(run("inspect", tmp_path / "int8", "--json"))["tensors"]
+    assert "6 layers packed, 2 linear layers in BF16" in printed("inspect", folders["mixed"])
+    printed("unpack", folders["block"], tmp_path / "int8", "--scheme", "int8")
+    integers = json.loads(printed("inspect", tmp_path / "int8", "--json"))["tensors"]
     assert {row["dtype"] for row in integers if "scheme" in row} == {"int8"}
-    assert "no weight changed" in run("unpack", folders["block"], tmp_path / "hf", "--layout", "fp8")
-    lossy = run("unpack", tmp_path / "hf", tmp_path / "mx", "--scheme", "mx")
+    assert "no weight changed" in printed("unpack", folders["block"], tmp_path / "hf", "--layout", "fp8")
+    lossy = printed("unpack", tmp_path / "hf", tmp_path / "mx", "--scheme", "mx")
     assert re.search("7 of 7 weights were cast again.* dB, lowest ", lossy)
-    run("unpack", tmp_path / "mx", tmp_path / "plain")
+    printed("unpack", tmp_path / "mx", tmp_path / "plain")
     assert math.isfinite(float(load_file(tmp_path / "plain" / "model.safetensors")["model.norm.weight"].sum()))
 
 
@@ -294,7 +287,7 @@ OWN = "---\nlicense: apache-2.0\nbase_model: org/llama\n---\n# Llama\n\nIts own 
     ],
     ids=str,
 )
-def test_its_commands_open_the_folder(made, tmp_path, monkeypatch, kind, how):
+def test_its_commands_open_the_folder(octavo, made, tmp_path, monkeypatch, kind, how):
     pack(made(kind), tmp_path / "packed", **how)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```(bash|python)\n(.*?)\n```", (tmp_path / "packed" / "README.md").read_text(), re.DOTALL)
@@ -306,7 +299,7 @@ def test_its_commands_open_the_folder(made, tmp_path, monkeypatch, kind, how):
     commands = [line.split()[1:] for line in shell if line.startswith("octavo ")]
     assert [words[:2] for words in commands] == [["generate", "packed"]] * (kind == "llama")
     for words in commands:
-        assert CliRunner().invoke(app, [*(word.strip('"') for word in words), "--count", "2"]).exit_code == 0
+        assert octavo(*(word.strip('"') for word in words), "--count", "2")[0] == 0
 
 
 def test_the_card_of_the_model_follows_with_its_front_matter(made, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
-from verify_examples import change_tensors
+from verify_examples import change_settings, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.scheme import SCHEMES, get_scheme
@@ -102,8 +102,7 @@ def test_sources_that_cannot_be_packed(llama, tmp_path):
         shutil.copytree(llama, tmp_path / name)
     change_tensors(tmp_path / "nan", lambda t: t["model.layers.1.mlp.down_proj.weight"].fill_(torch.nan))
     change_tensors(tmp_path / "old", lambda t: t.update({"embed_out.weight": t.pop("lm_head.weight")}))
-    config = json.loads((llama / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"intermediate_size": 384}))
+    change_settings(tmp_path / "other" / "config.json", intermediate_size=384)
     for name, message in (
         ("packed", "is quantized already"),
         ("nan", "down_proj.weight holds inf or NaN"),

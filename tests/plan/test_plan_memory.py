@@ -31,7 +31,6 @@ def test_the_peak_of_a_step(kind, recipe, mode, logits):
     sizes = LlamaConfig(**common, kv_heads=2, mlp_width=512) if kind == "llama" else GPT2Config(**common)
     changes = {"context": 512, "batch": 1, "activation_checkpointing.mode": mode, "loss.logits": logits}
     config = Config(recipe=recipe).change(**changes, **{"loss.chunk": 128})
-    torch.manual_seed(0)
     model = build(sizes)
     loss = make_loss(config, model)
     octavo.convert(model, config.recipe)
@@ -60,9 +59,7 @@ def sizes(kind: str, layers: int) -> LlamaConfig | GPT2Config:
     return LlamaConfig(**common, kv_heads=2, mlp_width=384) if kind == "llama" else GPT2Config(**common)
 
 
-def prepared(
-    kind: str, recipe: str, mode: str, layers: int, *, compiled: bool = False, fp8_attention: bool = False
-) -> nn.Module:
+def prepared(kind, recipe, mode, layers, *, compiled=False, fp8_attention=False):
     torch.manual_seed(0)
     model = build(sizes(kind, layers))
     octavo.convert(model, recipe)

@@ -357,7 +357,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_changes(made, name, how, mod
 def test_other_refusals(made, tmp_path):
     served = octavo.load(made("llama", scheme="channel"))
     with pytest.raises(TypeError, match=r"push takes a torch\.nn\.Module"):
-        push(made("llama"), served)  # type: ignore[arg-type]
+        push(made("llama"), served)
     served.octavo_record["folded"] = {"smooth": {"alpha": 0.5}, "rotate": None}
     with pytest.raises(ValueError, match="packed with smooth, and the folder has the range of its factors"):
         push(LLAMA(), served)

@@ -36,15 +36,11 @@ def alone(found):
 
 
 @torch.no_grad()
-def log_probabilities(model, ids):
-    return model(ids).logits[:, :-1].double().log_softmax(-1)
-
-
 def test_the_numbers_are_those_of_transformers(made):
     """Against a decoding by hand, with transformers' own cache."""
     model, served = pair(made)
     found = parity(model, served, IDS)
-    p, q, cache = log_probabilities(model, IDS), [], None
+    p, q, cache = model(IDS).logits[:, :-1].double().log_softmax(-1), [], None
     with torch.no_grad():
         for t in range(IDS.shape[1] - 1):
             out = served(IDS[:, t : t + 1], **{CACHE: cache}, use_cache=True)
@@ -205,5 +201,4 @@ def test_drift_is_an_event_of_the_watch_and_in_the_report(made, tmp_path):
     assert (event.step, event.value, event.limit) == (1, 0.5, 0.1)
     page = page_of_runs(read_runs([tmp_path / "run"]))
     assert "KL of training and sampling is 0.5 nats a token, above 0.1" in repr(page)
-    event = replace(drifted, kl=math.nan).event(2, kl=0.1)
-    assert event is not None
+    assert replace(drifted, kl=math.nan).event(2, kl=0.1) is not None

@@ -13,7 +13,6 @@ from torch import Tensor
 from octavo.speed import Grid, Row, time_generation
 
 CPU = torch.device("cpu")
-Octavo = Callable[..., tuple[Any, str, str]]
 SMALL = ("--time", "--length", "8,16", "--batch", "1,2", "--count", 6, "--rounds", 2, "--device", "cpu")
 
 
@@ -83,26 +82,17 @@ def test_the_peak_of_a_size_is_its_own() -> None:
 # --- octavo generate --time
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _made_before(made: Folders) -> None:
-    """transformers shows a bar as it writes the model, which is no line of the command."""
-    made("llama", scheme="channel")
-
-
 @pytest.mark.parametrize("scheme", ["channel", None], ids=["packed", "not packed"])
-def test_the_table(octavo: Octavo, made: Folders, scheme: str | None) -> None:
+def test_the_table(printed, made: Folders, scheme: str | None) -> None:
     folder = made("llama", scheme=scheme) if scheme else made("llama")
-    code, out, err = octavo("generate", folder, *SMALL)
-    assert (code, err) == (0, "")
+    out = printed("generate", folder, *SMALL)
     _, _, *lines = out.splitlines()
     assert [line.split()[:2] for line in lines[:4]] == [["1", "8"], ["2", "8"], ["1", "16"], ["2", "16"]]
     assert ("FP8 is emulated here" in out) == bool(scheme)
 
 
-def test_json(octavo: Octavo, made: Folders) -> None:
-    code, out, err = octavo("generate", made("llama"), *SMALL, "--json")
-    assert (code, err) == (0, "")
-    found = json.loads(out, parse_constant=pytest.fail)
+def test_json(printed, made: Folders) -> None:
+    found = json.loads(printed("generate", made("llama"), *SMALL, "--json"), parse_constant=pytest.fail)
     assert (found["tokens"], found["rounds"], len(found["rows"])) == (6, 2, 4)
     assert found["machine"]["torch"] == torch.__version__
     assert {"octavo", "commit", "transformers", "processor", "gpu"} <= found["machine"].keys()

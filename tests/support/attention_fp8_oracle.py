@@ -1,6 +1,5 @@
 """Causal attention and its gradient in float64: exact, and with each rounding to E4M3 by ml_dtypes."""
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import ml_dtypes
@@ -9,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.nn.attention_layers import attend_fp8
 from octavo.numerics import TENSOR, Cast
 from octavo.ops import fp8_attention, fp8_attention_backward, quantize
 
@@ -34,16 +34,14 @@ def quantized(x: Tensor) -> Quantized:
     return Quantized(found.data.view(by_token.shape).transpose(1, 2), found.scale)
 
 
-def given(
-    batch: int, heads: int, kv_heads: int, tokens: int, keys: int, dim: int = 128, device: str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def given(batch, heads, kv_heads, tokens, keys, dim=128, device="cpu"):
     """q, k, v and dy in BF16, of different magnitudes."""
     shapes = (heads, tokens), (kv_heads, keys), (kv_heads, keys), (heads, tokens)
     factors = 2.0, 1.0, 0.3, 1e-4
     return tuple(
         (factor * torch.randn(batch, rows, count, dim, device=device)).bfloat16().transpose(1, 2)
         for factor, (count, rows) in zip(factors, shapes, strict=True)
-    )  # type: ignore[return-value]
+    )
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> list[Tensor]:
@@ -54,9 +52,14 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
 
 
-def both_passes(
-    x: Sequence[Tensor], between: Callable[[], None] = lambda: None
-) -> tuple[list[Tensor], tuple[Quantized | Tensor, ...], Tensor]:
+def gradients(x, scales, attend=attend_fp8):
+    """y, dq, dk and dv of the layers' attention."""
+    leaves = [t.detach().clone().requires_grad_() for t in x[:3]]
+    y = attend(*leaves, scales)
+    return [y.detach(), *torch.autograd.grad(y, leaves, x[3])]
+
+
+def both_passes(x, between=lambda: None):
     """y and the gradients, the tensors that they were computed of, and the largest gradients."""
     q, k, v, dy = map(quantized, x)
     scales = q.scale, k.scale, v.scale
@@ -70,9 +73,7 @@ def both_passes(
     return [attended.y, *gradients], (q, k, v, dy, out_scales), amax
 
 
-def rounded(
-    q: Quantized, k: Quantized, v: Quantized, dy: Quantized, out_scales: Tensor, ds_scale: float
-) -> list[np.ndarray]:
+def rounded(q, k, v, dy, out_scales, ds_scale):
     """y, dq, dk and dv as the reference defines them, one head at a time, float64."""
     scale, shared = q.data.shape[3] ** -0.5, q.data.shape[1] // k.data.shape[1]
     y, dq = np.zeros_like(q.wide), np.zeros_like(q.wide)

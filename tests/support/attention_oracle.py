@@ -27,16 +27,7 @@ def stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> np.ndarray:
         return np.clip(y, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
-def attention64(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    used: int,
-    first: list[int] | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def attention64(q, keys, values, k_scale, v_scale, used, first, scale):
     """The result [B, H, T, D], and the same of |v|, to which its error is compared."""
     x, k, v = q.double().cpu().numpy(), wide(keys), wide(values)
     batch, heads, new, _ = x.shape
@@ -57,9 +48,7 @@ def attention64(
     return torch.from_numpy(actual), torch.from_numpy(size)
 
 
-def given(
-    kind: str, batch: int, heads: int, kv_heads: int, new: int, dim: int, room: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def given(kind, batch, heads, kv_heads, new, dim, room, dtype=torch.bfloat16):
     """q, keys, values and scales: magnitudes that differ by head, every stored byte filled."""
     q = (torch.randn(batch, heads, new, dim) * 2).to(dtype)
     if kind == "bf16":

@@ -39,7 +39,6 @@ def write_model(path: Path, name: str, *, shards: str = "1GB", **change: Any) ->
     torch.manual_seed(2)
     if name == "gpt2":
         ours = lively(GPT2(GPT2Config(256, 3, 32, 4, 40)))
-        assert isinstance(ours, GPT2)
         path.mkdir(parents=True)
         save_file(model_tensors(ours), path / "model.safetensors")
         (path / "config.json").write_text(json.dumps(ours.config.to_hf()))
@@ -47,7 +46,7 @@ def write_model(path: Path, name: str, *, shards: str = "1GB", **change: Any) ->
         kind, sizes = MODELS[name]
         config = getattr(transformers, f"{kind}Config")(**(sizes | change))
         suffix = {"bert": "Model", "bert masked": "ForMaskedLM"}.get(name, "ForCausalLM")
-        lively(getattr(transformers, kind + suffix)(config)).save_pretrained(path, max_shard_size=shards)  # type: ignore[operator]
+        lively(getattr(transformers, kind + suffix)(config)).save_pretrained(path, max_shard_size=shards)
     ByteTokenizer().save(path)
     return path
 

@@ -30,9 +30,7 @@ class Block(nn.Module):
         return x + self.all(self.halves(self.experts(x, index, weight), offsets), offsets[1:])
 
 
-def model_of(
-    experts: int, count: int = 2, width: int = 32, mlp_width: int = 16, recipe: str = "rowwise"
-) -> nn.Sequential:
+def model_of(experts, count=2, width=32, mlp_width=16, recipe="rowwise"):
     """Converted blocks. Rows are zero or tiny, so that the relative floor decides their scales."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(experts, width, mlp_width) for _ in range(count)))

@@ -7,7 +7,7 @@ on the border of two codes.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -75,7 +75,7 @@ class NormThenMLP(nn.Module):
 def owning(kind: type[GELU] | type[GEGLU], width: int, mlp_width: int, bias: bool) -> FusedMLP:
     """A module of this kind that owns its layers."""
 
-    class Own(kind):  # type: ignore[misc, valid-type]
+    class Own(kind):
         def __init__(self) -> None:
             super().__init__(self, "fc1", "fc2")
             inner = 2 * mlp_width if kind is GEGLU else mlp_width
@@ -140,9 +140,7 @@ def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32, device: str 
     return (torch.randn(t, k) * torch.randn(t, 1).exp() * 0.1).to(device, dtype)
 
 
-def run(
-    block: Block, forward: Callable, x: Tensor, residual: Tensor | None = None, *, autocast: bool = False
-) -> Tensors:
+def run(block, forward, x, residual=None, *, autocast=False):
     """Outputs and all gradients, by name. The gradients of the outputs are the same in each call."""
     inputs = {"x": x.clone().requires_grad_()}
     if residual is not None:

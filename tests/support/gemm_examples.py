@@ -1,7 +1,6 @@
 """Quantized operands of every granularity in a preset, their numbers in float64, and the error of a product."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -76,14 +75,7 @@ def row_norm(y: np.ndarray) -> np.ndarray:
     return np.linalg.norm(y, axis=1)
 
 
-def errors_and_bounds(
-    y: torch.Tensor,
-    a: QTensor,
-    b: QTensor,
-    bias: torch.Tensor | None,
-    fast: bool,
-    widen: Callable[[QTensor], np.ndarray] = wide,
-) -> tuple[np.ndarray, np.ndarray]:
+def errors_and_bounds(y, a, b, bias, fast, widen=wide):
     """The error of each row of y and its bound, from the operands on the CPU, whose numbers `widen` gives."""
     wide_a, wide_b = widen(a), widen(b)
     product = wide_a @ wide_b.T

@@ -1,7 +1,6 @@
 """Ragged groups, quantized operands for grouped GEMMs, and the product of each group in float64."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,9 +53,7 @@ def operands(sizes: list[int], k: int, n: int, spare: int = 0, pair: str = "row"
     return quantize(a, cast_a), stacked([quantize(matrix, cast_b) for matrix in b]), offsets_of(sizes)
 
 
-def gradient_operands(
-    sizes: list[int], formats: tuple[str, str], n: int = 96, k: int = 80
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gradient_operands(sizes, formats, n=96, k=80):
     """h [n, M] and x_t [k, M] with NaN behind the groups, between them the scale [E, n, 1], and the offsets."""
     torch.manual_seed(0)
     rows = sum(sizes)
@@ -83,9 +80,7 @@ def stacked(matrices: list[QTensor]) -> QTensor:
     return QTensor(data, scale, matrices[0].format, matrices[0].granularity)
 
 
-def exact(
-    a: QTensor, b: QTensor, sizes: list[int], power: int = 1, widen: Callable[[QTensor], np.ndarray] = wide
-) -> np.ndarray:
+def exact(a, b, sizes, power=1, widen=wide):
     """y [M, N] of the numbers that `widen` gives, or of a power of them, in float64; zeros behind the groups."""
     wide_a, wide_b = (widen(q) ** power for q in (a, b))
     y = np.zeros((wide_a.shape[0], wide_b.shape[1]))
@@ -101,9 +96,7 @@ def exact_dw(h: Tensor, scale: Tensor, x_t: Tensor, sizes: list[int]) -> np.ndar
     return np.stack(products) * scale.double().numpy()
 
 
-def exact_columns(
-    a: QTensor, b: QTensor, sizes: list[int], power: int = 1, widen: Callable[[QTensor], np.ndarray] = wide
-) -> np.ndarray:
+def exact_columns(a, b, sizes, power=1, widen=wide):
     """dw [E, N, K] of operands with scales along M, as `exact`."""
     wide_a, wide_b = (widen(q) ** power for q in (a, b))
     return np.stack([wide_a[:, columns] @ wide_b[:, columns].T for columns in rows_of(sizes)])

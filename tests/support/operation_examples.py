@@ -122,9 +122,7 @@ def products(x: Tensor) -> Iterator[Example]:
     yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None, None)
 
 
-def permutations(
-    tokens: int, top_k: int, experts: int, k: int, dtype: torch.dtype, casts: Sequence[Cast] = (Cast(),)
-) -> Iterator[Example]:
+def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast(),)):
     """Rows of tokens that are sorted by expert: nobody chooses the last one, and some choose one that is elsewhere."""
     torch.manual_seed(0)
     slot, row, offsets = sort_by_expert(torch.rand(tokens, experts + 1).topk(top_k).indices, experts)
@@ -200,12 +198,7 @@ def of_loss() -> Iterator[Example]:
         yield "linear_cross_entropy", (x, w, labels % 40, one, *options)
 
 
-def rotations(
-    shape: tuple[int, int, int, int, int],
-    kind: str,
-    dtype: torch.dtype = torch.bfloat16,
-    table: torch.dtype = torch.bfloat16,
-) -> Iterator[Example]:
+def rotations(shape, kind, dtype=torch.bfloat16, table=torch.bfloat16):
     """Of batch, tokens, heads of queries and of keys, and their size; q, k and v are views of one buffer."""
     batch, tokens, _, kv_heads, dim = shape
     for normed, keep_k in product((False, True), repeat=2):

@@ -74,7 +74,6 @@ def compressed_tensors(folder: Path, preset: str, *, kv_cache: bool = False) -> 
                 p.data.copy_(torch.exp2(scale.log2().ceil()) if preset == "MXFP8" else scale)
             elif name.endswith("_scale"):
                 p.data.fill_(0.03125)
-    assert compressor is not None
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(str(folder))

@@ -53,7 +53,7 @@ def lively(model: nn.Module) -> nn.Module:
 def examples() -> dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
     """Name -> the model, its config.json, and the settings of its run."""
     torch.manual_seed(0)
-    llama, untied = Llama(LlamaConfig(**LLAMA)), Llama(LlamaConfig(**LLAMA, tied=False))  # type: ignore[arg-type]
+    llama, untied = Llama(LlamaConfig(**LLAMA)), Llama(LlamaConfig(**LLAMA, tied=False))
     gpt2 = GPT2(GPT2Config(256, 2, 64, 4, 48))
     qwen = Qwen2ForCausalLM(Qwen2Config(**QWEN))
     described = qwen.config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "torch_dtype": "float32"}

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tiny_models import Folders, open_theirs
+from tiny_models import open_theirs
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -13,9 +13,7 @@ NEW = 9  # tokens of an answer
 LENGTHS = [11, 4, 16, 1, 9, 16, 2]  # of prompts, again and again
 
 
-def pair(
-    make: Folders, name: str, recipe: str = "rowwise", dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
-) -> tuple[Any, Any]:
+def pair(make, name, recipe="rowwise", dtype=torch.bfloat16, device="cpu"):
     """A trained model, and the served one of its weights."""
     trained = open_theirs(make(name), dtype).to(device).train()
     octavo.convert(trained, recipe)

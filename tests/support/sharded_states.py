@@ -71,6 +71,7 @@ def everything(state):
 
 
 def whole(tensor):
+    """A tensor, or the tensor of which a DTensor has parts, copied."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 

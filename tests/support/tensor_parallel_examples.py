@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sharded_states import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -70,12 +71,6 @@ def train(model: Model, steps: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     return first
-
-
-def whole(t: Any) -> Tensor:
-    """A tensor, or the tensor of which a DTensor has parts, copied."""
-    full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return full.detach().clone()
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:

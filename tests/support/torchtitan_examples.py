@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("torchtitan")
-torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+torch._utils._get_available_device_type = lambda: "cpu"
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.lora import LoRAConverter  # noqa: E402, F401
@@ -77,9 +77,7 @@ class NoTokenizer(BaseTokenizer):
         return 2048
 
 
-def make_trainer(
-    rank: int = 0, world: int = 1, *, converters: list[Any], model_spec: Any = None, **changes: Any
-) -> Any:
+def make_trainer(rank=0, world=1, *, converters, model_spec=None, **changes):
     """torchtitan's Trainer of its small Llama, in one of `world` processes; `changes` are of its config."""
     place = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "localhost"} | {name: str(value) for name, value in place.items()}

@@ -28,6 +28,10 @@ def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         path.write_text(json.dumps(content))
 
 
+def change_settings(path: Path, **settings: Any) -> None:
+    change_json(path, lambda content: content.update(settings))
+
+
 def remarks(report: Report) -> list[str]:
     """The remarks, without the one that stored scales need a calibration to be judged."""
     return [remark for remark in report.remarks if "was not judged: give --calibration" not in remark]

@@ -15,9 +15,7 @@ from torch import Tensor
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
-def scaled_fp8_quant(
-    input: Tensor, scale: Tensor | None = None, *_: Any, use_per_token_if_dynamic: bool = False, **__: Any
-) -> tuple[Tensor, Tensor]:
+def scaled_fp8_quant(input, scale=None, *_, use_per_token_if_dynamic=False, **__):
     """By a scale, or by the largest element of each row or of all."""
     if scale is None:
         largest = input.abs().amax(-1, keepdim=True) if use_per_token_if_dynamic else input.abs().amax().view(1)

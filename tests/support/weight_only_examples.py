@@ -29,9 +29,7 @@ def operands(cast: str, m: int, k: int, n: int, dtype: torch.dtype = torch.bfloa
     return x, quantize(w, CASTS[cast])
 
 
-def grouped_operands(
-    cast: str, sizes: list[int], k: int, n: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, QTensor, Tensor]:
+def grouped_operands(cast, sizes, k, n, dtype=torch.bfloat16):
     """x [M, K] with 3 rows behind the groups, w [E, N, K], and the offsets."""
     x, _ = operands(cast, sum(sizes) + 3, k, n, dtype)
     matrices = [operands(cast, i, k, n)[1] for i in range(len(sizes))]

@@ -8,7 +8,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import run_ranks
@@ -34,10 +33,9 @@ def last_evaluation(run: Path) -> float:
 
 
 @pytest.mark.parametrize("name", GOES_ON)
-def test_a_run_resumes(octavo: Any, old: Path, name: str) -> None:
+def test_a_run_resumes(printed, old: Path, name: str) -> None:
     steps, loss = GOES_ON[name]
-    code, _, err = octavo("train", "--resume", old / name, "--steps", steps)
-    assert (code, err) == (0, "")
+    printed("train", "--resume", old / name, "--steps", steps)
     # Two ranks read other batches than one does, so the loss of `sharded` is only near.
     assert last_evaluation(old / name) == pytest.approx(loss, rel=1e-4 if name == "run" else 1e-2)
 
@@ -56,14 +54,12 @@ def test_a_run_of_two_ranks_resumes_on_two_ranks(old: Path) -> None:
 
 
 @pytest.mark.parametrize("name", GOES_ON)
-def test_the_watch_of_a_run_is_reported(octavo: Any, old: Path, tmp_path: Path, name: str) -> None:
-    code, out, err = octavo("report", old / name, "--html", tmp_path / "page.html")
-    assert (code, err) == (0, "")
+def test_the_watch_of_a_run_is_reported(printed, old: Path, tmp_path: Path, name: str) -> None:
+    printed("report", old / name, "--html", tmp_path / "page.html")
     assert "model.layers.0.mlp.down_proj" in (tmp_path / "page.html").read_text()
 
 
-def test_a_packed_folder_loads_and_verifies(octavo: Any, old: Path) -> None:
+def test_a_packed_folder_loads_and_verifies(printed, old: Path) -> None:
     layer = package.load(old / "packed").get_submodule("model.layers.0.mlp.down_proj")
     assert layer.in_features == 32
-    code, out, err = octavo("verify", old / "packed", "--against", old / "sharded")
-    assert (code, err) == (0, "")
+    printed("verify", old / "packed", "--against", old / "sharded")

@@ -170,9 +170,10 @@ def rounded_to_odd(name: str) -> Damage:
     return beside_model(name, change)
 
 
-def noisy(w: Tensor, s: Tensor) -> Tensor:
+def noisy(share: float) -> Callable[[Tensor, Tensor], Tensor]:
     """Another checkpoint of the model."""
-    return (w + 0.01 * w.std() * torch.randn(w.shape, generator=torch.Generator().manual_seed(0))) / s
+    noise = torch.Generator().manual_seed(0)
+    return lambda w, s: (w + share * w.std() * torch.randn(w.shape, generator=noise)) / s
 
 
 def truncated(w: Tensor, s: Tensor) -> Tensor:
@@ -247,6 +248,7 @@ BAD_FILE, MISSING = "is truncated or not a safetensors file", "is missing, and t
 FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     # files
     "a pickle as tensors": ("channel", written(SINGLE, b"\x80\x02}q\x00."), "file", SINGLE, BAD_FILE),
+    "bytes as tensors": ("channel", written(SINGLE, b"\xff" * 64), "file", SINGLE, BAD_FILE),
     "the file is cut": ("channel", cut, "file", SINGLE, BAD_FILE),
     "no tensors": ("channel", removed(SINGLE), "file", SINGLE, "the folder has no tensors"),
     "half of config.json": ("channel", written(CONFIG, b"{"), "file", CONFIG, "is not valid JSON"),
@@ -275,6 +277,8 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "a block's scale +2 %": (
         "block", times(DOWN + SCALE, 1.02, (0, 1)), "weights", DOWN + W, "1 of 4 scales are not: [0, 1] is",
     ),
+    "block scales x 0.7": ("block", times(DOWN + SCALE, 0.7), "weights", DOWN + W, "4 of 4 scales are"),
+    "a row's scale +30 %": ("channel", times(DOWN + SCALE, 1.3, 5), "weights", DOWN + W, "1 of 256 scales are not: [5"),
     "huge scales": ("channel", times(Q + SCALE, 1e31), "weights", Q + W, "256 of 256 scales are"),
     "an exponent of MX + 1": ("mx", moved(Q + SCALE, 1), "weights", Q + W, "1 of 2048 scales are not: [9, 1] is"),
     "an exponent of MX - 1": ("mx", moved(Q + SCALE, -1), "weights", Q + W, "1 of 2048 scales are not: [9, 1] is"),
@@ -288,6 +292,9 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
         "channel", coded(DOWN, lambda codes: codes ^ 1, 1000), "weights", DOWN + W,
         "66 of 65536 bytes are not MODEL's weight / scale rounded to nearest: [",
     ),
+    "1 sign in 1000": (
+        "channel", coded(Q, lambda codes: codes ^ 128, 1000), "weights", Q + W, "66 of 65536 bytes are not",
+    ),
     "an exponent's bit": (
         "channel", coded(Q, lambda codes: codes ^ 8, 65536), "weights", Q + W, "1 of 65536 bytes are not MODEL's",
     ),
@@ -296,7 +303,8 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     ),
     "one byte is rounded to odd": ("mx", rounded_to_odd(Q), "weights", Q + W, "1 of 65536 bytes are not MODEL's"),
     "truncated": ("channel", cast_again(Q, truncated), "weights", Q + W, "scales are not"),
-    "a checkpoint with 1 % of noise": ("channel", cast_again(Q, noisy), "weights", Q + W, "bytes are not"),
+    "a checkpoint with 1 % of noise": ("channel", cast_again(Q, noisy(0.01)), "weights", Q + W, "bytes are not"),
+    "a checkpoint with 10 % of noise": ("channel", cast_again(Q, noisy(0.1)), "weights", Q + W, "bytes are not"),
     # without MODEL
     "a row is zero": ("channel", put(DOWN + W, 0, 0), "weights", DOWN + W, UNFIT),
     "the largest byte of a row": (
@@ -307,6 +315,7 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "a block of MX is zero": ("mx", put(DOWN + W, 0, 0), "weights", DOWN + W, "8 of 2048 scales do not fit"),
     # stored scales
     "k_scale x 1.3": ("static", times(f"{ATTENTION}.k_scale", 1.3), "scale", f"{ATTENTION}.k_scale", "the calibration"),
+    "v_scale x 10": ("static", times(f"{ATTENTION}.v_scale", 10), "scale", f"{ATTENTION}.v_scale", "calibration gives"),
     "k_scale and v_scale swapped": (
         "static", swapped((f"{ATTENTION}.k_scale", f"{ATTENTION}.v_scale")), "scale", f"{ATTENTION}.k_scale",
         f"{ATTENTION}.v: keys and values are swapped",
@@ -333,15 +342,22 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
         "channel", replaced(DOWN + W, lambda w: w[:128]), "tensor", DOWN + W, "must have shape [256, 256]",
     ),
     "q and k swapped": ("channel", layers_swapped(Q, K), "weights", Q + W, "the bytes are not MODEL's weight"),
+    "k and v swapped": ("channel", layers_swapped(K, V), "weights", K + W, "the bytes are not MODEL's weight"),
+    "gate and up swapped": ("channel", layers_swapped(GATE, UP), "weights", UP + W, "the bytes are not MODEL's weight"),
+    "layers swapped": (
+        "channel", layers_swapped(DOWN, DOWN.replace("1", "0")), "weights", DOWN + W, "bytes are not MODEL's weight",
+    ),
     "experts swapped": (
         "experts", layers_swapped(EXPERT.format(1), EXPERT.format(2)), "weights", EXPERT.format(1) + W,
         "the bytes are not",
     ),
+    "biases swapped": ("biases", swapped((f"{Q}.bias", f"{K}.bias")), "weights", f"{Q}.bias", "is not MODEL's"),
     "a bias": ("biases", put(f"{V}.bias", 3, 1.0), "weights", f"{V}.bias", "is not MODEL's, rounded to"),
     "the head": ("channel", replaced("lm_head.weight", lambda w: w * 1.01), "weights", "lm_head.weight", "not MODEL's"),
     "an element of a norm": ("channel", put(NORM, 4, 1.5), "weights", NORM, "is not MODEL's"),
     "rows of the embedding": ("channel", replaced(EMBEDDING, rows_swapped), "weights", EMBEDDING, "is not MODEL's"),
     "the router": ("experts", replaced(ROUTER + W, rows_swapped), "weights", ROUTER + W, "is not MODEL's, rounded to"),
+    "no norm": ("channel", renamed(NORM, "model.norm.w"), "tensor", NORM, MISSING),
     "no scale": ("fp8", renamed(f"{Q}.weight_scale_inv", f"{Q}.scale"), "scale", f"{Q}.weight_scale_inv", "is missing"),
     "no input_scale": ("static", renamed(f"{Q}.input_scale", f"{Q}.s"), "scale", f"{Q}.input_scale", "is missing"),
     "a weight in BF16": (
@@ -376,6 +392,7 @@ of_channel("config", CONFIG, {
         "rope_parameters.rope_theta is 100000.0, MODEL has 10000.0",
     ),
     "rms_norm_eps": (setting(rms_norm_eps=1e-3), "rms_norm_eps is 0.001, MODEL has 1e-06"),
+    "hidden_act": (setting(hidden_act="gelu"), "hidden_act is 'gelu', MODEL has 'silu'"),
     "head count": (
         setting(num_attention_heads=16, num_key_value_heads=16, head_dim=16), "num_attention_heads is 16, MODEL has 8",
     ),
@@ -390,6 +407,7 @@ of_channel("config", CONFIG, {
         "quant_method must be one of compressed-tensors, fp8, modelopt, torchao, it is 'gptq'",
     ),
     "a list as method": (quantization(quant_method=["fp8"]), "it is ['fp8']"),
+    "no method": (quantization(quant_method=None), "it is None"),
     "AutoFP8": (
         quantization(quant_method="fp8", activation_scheme="dynamic"),
         "must state a weight_block_size, or null: this is AutoFP8",
@@ -412,6 +430,7 @@ of_channel("scale", Q + SCALE, {
     "scales too few": (replaced(Q + SCALE, lambda s: s[:64]), "must have shape [256, 1]"),
     "scales in float64": (replaced(Q + SCALE, Tensor.double), "it is F64"),
     "labelled block": (labelled(strategy="block", block_structure=[64, 64]), "must have shape [4, 4]"),
+    "labelled tensor": (labelled(strategy="tensor"), "must have shape [1]"),
     "labelled exponents": (labelled(scale_dtype="torch.uint8"), "must be U8 or F8_E8M0, it is F32"),
     "the scale of another layout": (renamed(Q + SCALE, f"{Q}.weight_scale_inv"), "another layout"),
     "a scale is NaN": (put(Q + SCALE, (3, 0), torch.nan), "1 of 256 are NaN"),

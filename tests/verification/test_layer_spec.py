@@ -152,9 +152,7 @@ def test_powers_of_two_are_rounded_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_keys_and_values_are_rounded_as_transformers_does(
-    made: Folders, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_and_values_are_rounded_as_transformers_does(made, tmp_path, name, monkeypatch):
     know_caches(monkeypatch)
     plain = made(name, scheme="channel")
     cached = shutil.copytree(made(name, scheme="channel", kv_cache="fp8"), tmp_path / "cached")

@@ -172,9 +172,7 @@ def differ(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["channel", "tensor", "static", "block", "mx", "group64", "weight"])
-def test_a_reader_that_misreads_an_expert_that_no_token_reaches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str
-) -> None:
+def test_a_reader_that_misreads_an_expert_that_no_token_reaches(monkeypatch, tmp_path, scheme):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16, "num_hidden_layers": 1}
     change_tensors(make_model(tmp_path / "model", "mixtral", **sizes), differ)
     calibrate(tmp_path / "model", [str(write_text(tmp_path / "text"))], tmp_path / "found", prompts=PromptOptions(16))
@@ -222,9 +220,7 @@ def test_tolerances_can_fail() -> None:
         assert probe.judge("x", "1", wrong, FLOAT32, "").outcome == "disagrees"
 
 
-def test_weights_alone_and_a_device_without_an_fp8_gemm(
-    model: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_alone_and_a_device_without_an_fp8_gemm(model, packed, tmp_path, monkeypatch):
     convert_layout(packed, tmp_path / "weight", scheme="weight")
     found = results(model, tmp_path / "weight")
     assert [found[name].outcome for name in ("transformers", "octavo")] == ["agrees", "agrees"]

@@ -1,6 +1,5 @@
 """Verifying right folders: every reader agrees with the bytes, and budgets are held against the quality."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import IDS, IMAGE_MODELS, MODELS, Folders, make_model
 from torch import Tensor, nn
 from transformers import FNetConfig, FNetModel
-from verify_examples import change_tensors, complaints, run_verify
+from verify_examples import change_settings, change_tensors, complaints, run_verify
 
 import octavo
 from octavo.calibration import calibrate
@@ -128,8 +127,7 @@ def test_folded_weights_are_compared_by_their_outputs(made: Folders, tmp_path: P
     change_tensors(folded, fold)
     pack(folded, tmp_path / "out")
     assert not run_verify(tmp_path / "out", made("llama")).ok
-    record = json.loads((tmp_path / "out" / "octavo.json").read_text())
-    (tmp_path / "out" / "octavo.json").write_text(json.dumps(record | {"folded": ["smooth"]}))
+    change_settings(tmp_path / "out" / "octavo.json", folded=["smooth"])
     report = run_verify(tmp_path / "out", made("llama"))
     assert report.ok
     assert "something was folded into the weights" in report.remarks[0]
@@ -157,9 +155,7 @@ def halve(layer: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
-def test_bytes_that_another_program_rounds_in_another_way_are_counted(
-    made: Folders, tmp_path: Path, no_readers: None
-) -> None:
+def test_bytes_that_another_program_rounds_in_another_way_are_counted(made, tmp_path, no_readers):
     """Neither octavo.json nor the header of the file is there then."""
 
     def off_by_one(tensors: dict[str, Tensor]) -> None:
@@ -183,9 +179,7 @@ def test_bytes_that_another_program_rounds_in_another_way_are_counted(
         assert "1 of 128 scales are not" in str(verify(folder, made("llama")).findings)
 
 
-def test_what_convert_layout_copies_is_judged_and_what_it_casts_is_not(
-    made: Folders, tmp_path: Path, no_readers: None
-) -> None:
+def test_what_convert_layout_copies_is_judged_and_what_it_casts_is_not(made, tmp_path, no_readers):
     convert_layout(made("llama", scheme="block"), tmp_path / "copied", layout="fp8")
     convert_layout(made("llama", scheme="block"), tmp_path / "cast", scheme="channel")
     for name in ("copied", "cast"):
@@ -377,9 +371,7 @@ def test_the_reference_convolves_in_float32(made: Folders, monkeypatch: pytest.M
     assert torch.backends.cudnn.allow_tf32
 
 
-def test_t5_packed_by_a_program_that_packs_every_layer(
-    made: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_t5_packed_by_a_program_that_packs_every_layer(made, tmp_path, monkeypatch):
     """transformers' code casts the input of `wo` to the dtype of its weight, so `octavo.load` widens the weight."""
     with monkeypatch.context() as patch:
         patch.setattr(MetaModel, "kept_wide", lambda *_: [])
@@ -408,9 +400,7 @@ FLAT = [
 
 
 @pytest.mark.parametrize(("name", "options"), FLAT)
-def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(
-    made: Folders, name: str, options: dict[str, Any]
-) -> None:
+def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(made, name, options):
     transformers = check_agreement(verify(made(name, **options), made(name)))[0]
     assert transformers.distance < transformers.tolerance / 20 < 0.01  # above 0 if a tie rounds to the other side
 
