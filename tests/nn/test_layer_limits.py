@@ -180,6 +180,11 @@ def test_double_backward(make) -> None:
     assert torch.equal(dx, again)
     with pytest.raises(NotImplementedError, match="double backward"):
         again.square().sum().backward()
+    for second in (torch.autograd.functional.hessian, torch.autograd.functional.jvp):  # these take a missing path for 0
+        with pytest.raises(NotImplementedError, match="double backward"):
+            second(lambda x: model(x).square().sum(), x, *[x] * (second is torch.autograd.functional.jvp))
+    with pytest.raises(NotImplementedError, match="batches of gradients"):
+        torch.autograd.functional.jacobian(model, x, vectorize=True)
 
 
 @each
