@@ -177,6 +177,7 @@ def seed_scales(model: nn.Module, calibration: Any) -> None:
 
 def _layers(model: nn.Module) -> dict[str, Any]:
     """The layers that scale their input by its own amax, or by a scale that they hold."""
+    check_module(model, "octavo.scales")
     return {name: module for name, module in model.named_modules() if hasattr(module, "freeze_input")}
 
 
@@ -291,6 +292,8 @@ def cached_stacks(model: nn.Module) -> list[CachedStack]:
     owners: list[Any] = [module for module in model.modules() if hasattr(module, "cached_weights")]
     for module in sorted(owners, key=lambda owner: isinstance(owner, nn.Linear)):
         cached = module.cached_weights()
+        if cached is not None and any("weight" not in layer._parameters for layer in cached[0]):
+            continue  # computed from other parameters, as by a parametrization: no step of an optimizer shows a change
         if cached is not None and not taken.intersection(map(id, cached[0])):
             caches.append((module.weight_cache, *cached))
             taken.update(map(id, cached[0]))

@@ -1,7 +1,9 @@
 """Quantized tensors and granularities, against loops over their elements."""
 
+import copy
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -44,6 +46,15 @@ REFUSED = [  # a call, and the words of its error
         ]
     ),
     (lambda: by_row(torch.ones(3, 1, device="meta")), "data is on cpu and its scale on meta"),
+    (lambda: QTensor(data(3, 5), torch.ones(3, 1), "e4m3", ROW), "takes a Format and a Granularity, got 'e4m3' and"),
+    *(
+        (lambda name=name: getattr(quantized(ROW, 3, 5), name), f"a QTensor has no '{name}': take that of q.dequantize")
+        for name in ("to", "cpu", "numpy", "dtype")
+    ),
+    *(
+        (lambda dtype=dtype: quantized(ROW, 3, 5).dequantize(dtype), "takes a dtype of floating point, got")
+        for dtype in (torch.int8, "bf16")
+    ),
     *(
         (lambda g=g: quantized(g, 6, 10).t(), rf"\[6, 10\] with {g.name} scales: quantize the transposed matrix")
         for g in (ROW, group(4), block(2, 4))
@@ -70,8 +81,16 @@ REFUSED = [  # a call, and the words of its error
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
 def test_refusals(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_copies_and_pickles_are_equal(dtype):
+    q = quantized(ROW, 3, 5, scale=torch.ones(3, 1, dtype=dtype))
+    for again in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert (again.data.dtype, again.scale.dtype, again.format, again.granularity) == (q.data.dtype, dtype, E4M3, ROW)
+        assert torch.equal(again.dequantize(), q.dequantize())
 
 
 def test_fields_cannot_be_set():

@@ -510,7 +510,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     the loss cast nothing to eight bits inside. They follow their recipes after the block, also after an exception. A
     backward pass computes as its forward pass did. Delayed scaling records nothing inside. Compiled code is compiled
     once for each of the two states. A weight that FSDP2 gathers in eight bits (`octavo.distributed.fp8_all_gather`) is
-    gathered so in both. Convert and restore outside of the block.
+    gathered so in both.
 
     Raises:
         TypeError: `model` is no module.
@@ -534,8 +534,9 @@ def high_precision(model: nn.Module) -> Iterator[None]:
             setattr(module, key, value)
         yield
     finally:
-        for module, key, value, _ in switched:
-            setattr(module, key, value)
+        for module, key, before, value in switched:
+            if getattr(module, key, before) is value:  # not converted or restored since
+                setattr(module, key, before)
 
 
 def _in_high_precision(module: Any) -> Iterator[tuple[str, Any]]:

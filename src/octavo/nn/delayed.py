@@ -81,6 +81,7 @@ class ScaleHistories(nn.ModuleDict):
 
 
 def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
+    check_module(model, "octavo.scales")
     for name, module in model.named_modules():
         if isinstance(module, ScaleHistory):
             yield name, module
@@ -102,7 +103,6 @@ def update_scales(model: nn.Module) -> None:
         >>> optimizer.zero_grad()
         >>> octavo.scales.update_scales(model)
     """
-    check_module(model, "update_scales")
     found = [history for _, history in histories(model)]
     if not found:
         return
@@ -158,7 +158,7 @@ def scale_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Restore the histories from a `scale_state`.
+    """Restore the histories from a `scale_state`. It does not hold whether they were frozen.
 
     Raises:
         ValueError: a history is missing, left over, or of another shape; nothing is changed then.

@@ -20,6 +20,7 @@ from octavo.nn.module_tools import (
     library_of,
     mix_into,
     parts_of_layer,
+    unsupported,
     watched,
 )
 from octavo.nn.observer import Observer, observer_of
@@ -76,6 +77,10 @@ class FusedModule(nn.Module):
     def layers(self) -> list[Any]:
         """All layers that run in the pass."""
         return self.inner
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        """Called by `nn.DataParallel`. A replica would run the layers of this module's owner."""
+        raise unsupported("nn.DataParallel: take DistributedDataParallel, with a process for each GPU")
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The stacked layers and their cast, where they are fused."""

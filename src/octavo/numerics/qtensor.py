@@ -40,6 +40,11 @@ class QTensor:
     def __post_init__(self) -> None:
         if torch.compiler.is_dynamo_compiling():  # to trace the checks for each tensor of a model takes seconds
             return
+        if not isinstance(self.format, Format) or not isinstance(self.granularity, Granularity):
+            raise TypeError(
+                f"a QTensor takes a Format and a Granularity, got {self.format!r} and {self.granularity!r}: give those "
+                "of octavo.numerics, or call octavo.quantize"
+            )
         if self.data.dtype != self.format.dtype:
             raise TypeError(f"{self.format.name} data must be {self.format.dtype}, got {self.data.dtype}")
         if self.scale.dtype not in SCALE_DTYPES:
@@ -59,6 +64,19 @@ class QTensor:
         scale = f"{self.granularity.name} scales {dtype} {list(self.scale.shape)}"
         return f"QTensor({self.format.name} {list(self.shape)}, {scale}, {self.data.device})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as bytes: PyTorch pickles no tensor of eight-bit floats outside `torch.save`."""
+        tensors = self.data, self.scale
+        plain = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
+        return _unpickled, (*plain, *(t.dtype for t in tensors), self.format, self.granularity)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what a QTensor has not."""
+        raise AttributeError(
+            f"a QTensor has no {name!r}: take that of q.dequantize(), of q.data or of q.scale; q is moved by "
+            "dataclasses.replace(q, data=..., scale=...)"
+        )
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the tensor that was quantized."""
@@ -71,6 +89,8 @@ class QTensor:
         the largest number there, not inf. Such a product occurs if a number near the largest float32 is rounded up in a
         block with a power-of-two scale. The MX specification leaves it to the implementation.
         """
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dequantize takes a dtype of floating point, got {dtype!r}: give torch.float32")
         wide, scale = widen(self.data), self.granularity.expand(self.scale.float(), tuple(self.shape))
         largest = torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).max
         x = wide * scale
@@ -84,6 +104,10 @@ class QTensor:
                 f"with {self.granularity.name} scales: quantize the transposed matrix instead"
             )
         return QTensor(self.data.t(), self.scale.t(), self.format, self.granularity)
+
+
+def _unpickled(data: Tensor, scale: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype, *kinds: Any) -> QTensor:
+    return QTensor(data.view(dtype), scale.view(scale_dtype), *kinds)
 
 
 # ---- Granularity is the shape of the scale: how many elements share one.
