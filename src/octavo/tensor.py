@@ -41,8 +41,7 @@ def quantize(
             the meta device, or holds inf or NaN.
     """
     if not isinstance(x, Tensor):
-        remedy = "x.dequantize()" if isinstance(x, QTensor) else "torch.tensor(x)"
-        raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: pass {remedy}")
+        raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: pass torch.tensor(x), or q.dequantize()")
     if not isinstance(granularity, str):
         raise TypeError(f"granularity takes a name, such as 'row' or 'group:128', got {granularity!r}")
     if x.layout != torch.strided or x.is_nested or x.is_quantized or x.is_meta or x.dtype not in FLOATS:

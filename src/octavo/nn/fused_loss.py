@@ -414,12 +414,9 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
             labels = kwargs.pop("labels", None)
         else:
             labels = args[place] if len(args) > place else kwargs.get("labels")
-        head = self.get_submodule(self.loss_head) if hasattr(self, "loss_head") else None  # Accelerate keeps this forward
+        head = self.get_submodule(self.loss_head) if hasattr(self, "loss_head") else None  # Accelerate keeps `forward`
         if getattr(head, "task", None) is not None:
-            raise RuntimeError(
-                f"{self.loss_head} computes the loss of another call: fuse_loss=True allows one thread at a time; "
-                "give each thread a copy.deepcopy of the model, or convert with fuse_loss=False"
-            )
+            raise RuntimeError("fuse_loss=True allows one thread at a time: give each a copy.deepcopy of the model")
         own_logits = place is not None and (not self.training or hasattr(self, "_loss_function"))
         if labels is None or own_logits or head is None:
             return theirs(self, *args, **kwargs)

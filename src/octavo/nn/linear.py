@@ -117,7 +117,7 @@ class RecipeLayer(nn.Module):
         self.histories = ScaleHistories(histories) if histories else None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Called by `load_state_dict`. With assign=True it moves a weight from the meta device, but no scale history."""
+        """Called by `load_state_dict`. With assign=True it moves weights from the meta device, but no histories."""
         super()._load_from_state_dict(*args, **kwargs)
         device = next(self.parameters()).device
         if self.histories is not None and device.type != "meta" and any(b.is_meta for b in self.histories.buffers()):

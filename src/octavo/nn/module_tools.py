@@ -120,11 +120,7 @@ def _named(layer: Any) -> str:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `backward` so that differentiating its gradients again (`create_graph=True`) raises an error.
-
-    So that autograd finds them on its way, they depend on the tensors that `backward` reads: it takes the derivative of
-    what does not depend on an input for zero.
-    """
+    """Wrap `backward` so that differentiating its gradients again (`create_graph=True`) raises an error."""
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -135,6 +131,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         saved = ctx.saved_tensors  # read once: checkpointed activations are computed once
+        # autograd would take the derivative of gradients that depend on no input for zero
         read = [t for t in (*gradients, *saved) if t is not None and t.requires_grad]
         with torch.no_grad():
             known = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)

@@ -41,10 +41,8 @@ class QTensor:
         if torch.compiler.is_dynamo_compiling():  # to trace the checks for each tensor of a model takes seconds
             return
         if not isinstance(self.format, Format) or not isinstance(self.granularity, Granularity):
-            raise TypeError(
-                f"a QTensor takes a Format and a Granularity, got {self.format!r} and {self.granularity!r}: give those "
-                "of octavo.numerics, or call octavo.quantize"
-            )
+            kinds = f"{self.format!r} and {self.granularity!r}"
+            raise TypeError(f"a QTensor takes a Format and a Granularity, got {kinds}: call octavo.quantize")
         if self.data.dtype != self.format.dtype:
             raise TypeError(f"{self.format.name} data must be {self.format.dtype}, got {self.data.dtype}")
         if self.scale.dtype not in SCALE_DTYPES:
@@ -64,18 +62,8 @@ class QTensor:
         scale = f"{self.granularity.name} scales {dtype} {list(self.scale.shape)}"
         return f"QTensor({self.format.name} {list(self.shape)}, {scale}, {self.data.device})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as bytes: PyTorch pickles no tensor of eight-bit floats outside `torch.save`."""
-        tensors = self.data, self.scale
-        plain = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
-        return _unpickled, (*plain, *(t.dtype for t in tensors), self.format, self.granularity)
-
     def __getattr__(self, name: str) -> Any:
-        """Called for what a QTensor has not."""
-        raise AttributeError(
-            f"a QTensor has no {name!r}: take that of q.dequantize(), of q.data or of q.scale; q is moved by "
-            "dataclasses.replace(q, data=..., scale=...)"
-        )
+        raise AttributeError(f"a QTensor has no {name!r}: take that of q.dequantize(), of q.data or of q.scale")
 
     @property
     def shape(self) -> torch.Size:
@@ -106,10 +94,6 @@ class QTensor:
         return QTensor(self.data.t(), self.scale.t(), self.format, self.granularity)
 
 
-def _unpickled(data: Tensor, scale: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype, *kinds: Any) -> QTensor:
-    return QTensor(data.view(dtype), scale.view(scale_dtype), *kinds)
-
-
 # ---- Granularity is the shape of the scale: how many elements share one.
 #
 # A tensor is cut into blocks, and each block has one scale. The scale has as many dimensions as the tensor. The size of
@@ -120,10 +104,7 @@ def _unpickled(data: Tensor, scale: Tensor, dtype: torch.dtype, scale_dtype: tor
 #     group:G       1 x G                         scale[M, ceil(K/G)]     (along the reduction; as block:1xG)
 #     block:RxC     R x C                         scale[ceil(M/R), ceil(K/C)]
 #
-# A layer also needs its matrices transposed, and the granularity decides how many quantizations that takes
-# (`octavo.recipe`). Scales of the tensor or of square blocks transpose with the bytes. A row scale of the transposed
-# matrix varies along the reduction, so it must be folded into the other operand. Groups must be quantized again along
-# the other axis.
+# How many quantizations a layer needs, which multiplies its matrices transposed too, is in `octavo.recipe`.
 
 
 @dataclass(frozen=True)
