@@ -75,6 +75,7 @@ NOT_DENSE = [
 REFUSED = [
     *((make, {}, DENSE) for make in NOT_DENSE),
     (lambda: [1.0], {}, "quantize takes a tensor, got list: pass torch.tensor(x)"),
+    *((lambda: EYE, {"granularity": g}, f"takes a name, such as 'row' or 'group:128', got {g}") for g in (128, None)),
     *(
         (lambda: torch.tensor(3.0), {"granularity": g}, "needs at least one dimension, got a scalar: pass x.view(1)")
         for g in ("tensor", "row", "group:32")

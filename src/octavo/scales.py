@@ -43,21 +43,12 @@ def learn_scales(model: nn.Module) -> Iterator[None]:
     """Let delayed scaling record amax values in evaluation mode too, while the block lasts.
 
     `octavo.scales.update_scales` turns these values into scales, as in training.
-
-    Example:
-        >>> with octavo.scales.learn_scales(model.eval()):
-        ...     model(batch)
-        >>> octavo.scales.update_scales(model)
     """
-    found = [history for _, history in histories(model)]
-    before = [history.learns_in_evaluation for history in found]
-    for history in found:
-        history.learns_in_evaluation = True
-    try:
+    with ExitStack() as stack:
+        for _, history in histories(model):
+            stack.callback(setattr, history, "learns_in_evaluation", history.learns_in_evaluation)
+            history.learns_in_evaluation = True
         yield
-    finally:
-        for history, learned in zip(found, before, strict=True):
-            history.learns_in_evaluation = learned
 
 
 def freeze_scales(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
@@ -177,6 +168,7 @@ def seed_scales(model: nn.Module, calibration: Any) -> None:
 
 def _layers(model: nn.Module) -> dict[str, Any]:
     """The layers that scale their input by its own amax, or by a scale that they hold."""
+    check_module(model, "octavo.scales")
     return {name: module for name, module in model.named_modules() if hasattr(module, "freeze_input")}
 
 
@@ -210,10 +202,7 @@ def _run(
 # so that compiled code and CUDA graphs read them too. An eager forward pass also checks whether a weight was replaced,
 # moved or written in place since. The parameters that FSDP2 shards are not cached: their memory is freed and filled
 # again while the parameter looks the same. `octavo.distributed.fp8_all_gather` casts those once a step too.
-#
-# Some writes leave no trace and are not noticed inside the block: through `.data` by code that is no optimizer, through
-# memory that the weight shares (`w.detach().numpy()`), and in place before compiled code, which does not check. For
-# these, leave the block, write, and enter it again.
+# docs/training_loop.md lists the writes that leave no trace.
 
 
 @contextmanager
@@ -291,7 +280,9 @@ def cached_stacks(model: nn.Module) -> list[CachedStack]:
     owners: list[Any] = [module for module in model.modules() if hasattr(module, "cached_weights")]
     for module in sorted(owners, key=lambda owner: isinstance(owner, nn.Linear)):
         cached = module.cached_weights()
-        if cached is not None and not taken.intersection(map(id, cached[0])):
+        if cached is None or taken.intersection(map(id, cached[0])):
+            continue
+        if all("weight" in layer._parameters for layer in cached[0]):  # else computed from what optimizers change
             caches.append((module.weight_cache, *cached))
             taken.update(map(id, cached[0]))
     return caches

@@ -36,12 +36,14 @@ def quantize(
         rounding: "nearest" or "stochastic" (its random numbers follow torch.manual_seed).
 
     Raises:
-        TypeError: `x` is no tensor.
+        TypeError: `x` is no tensor, or `granularity` no string.
         ValueError: an unknown name (the message lists the choices), or `x` is sparse, nested, of another dtype or on
             the meta device, or holds inf or NaN.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: pass torch.tensor(x)")
+        raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: pass torch.tensor(x), or q.dequantize()")
+    if not isinstance(granularity, str):
+        raise TypeError(f"granularity takes a name, such as 'row' or 'group:128', got {granularity!r}")
     if x.layout != torch.strided or x.is_nested or x.is_quantized or x.is_meta or x.dtype not in FLOATS:
         raise ValueError(
             f"quantize takes a dense tensor of float32, bfloat16 or float16, got {x.dtype} "

@@ -14,6 +14,7 @@ from linear_examples import QUANTIZED, converted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, prune
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -184,6 +185,21 @@ def test_compiled_code_sees_the_new_bytes() -> None:
         assert not cached_modules(fresh)
     for a, b in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compute", [parametrizations.weight_norm, partial(prune.random_unstructured, amount=0.5)])
+def test_a_weight_that_is_computed_from_others_is_not_cached(compute) -> None:
+    """A step changes other parameters, and compiled code would read the bytes from before it."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 64))
+    octavo.convert(model)
+    compute(model[0], name="weight")
+    compiled = torch.compile(model, backend="aot_eager")
+    with octavo.scales.cast_once(model):
+        compiled(batch()).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        y = compiled(batch())
+    assert torch.equal(y, model(batch()))
 
 
 def test_a_block_a_step_is_compiled_once() -> None:

@@ -130,6 +130,12 @@ def test_a_second_backward_is_an_error():
         loss.backward()
 
 
+def test_a_second_derivative_is_an_error():
+    loss = linear_cross_entropy(*(args := example()), chunk=CHUNK)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.autograd.grad(loss, args[0], create_graph=True)
+
+
 def test_it_compiles_without_a_graph_break():
     args = example()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")

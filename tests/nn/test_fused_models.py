@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -232,6 +233,18 @@ def test_a_head_that_was_replaced_is_an_error():
     model.lm_head = nn.Linear(SIZES["hidden_size"], VOCABULARY)
     with pytest.raises(RuntimeError, match="lm_head was replaced by a Linear after octavo.convert"):
         model(**batch())
+
+
+def test_a_call_during_a_call_is_an_error():
+    """As by two threads, which would mix up their labels."""
+    model = make("llama")
+    octavo.convert(model, "bf16", fuse_loss=True)
+    with ThreadPoolExecutor() as pool:
+        hook = model.get_decoder().register_forward_hook(lambda *_: pool.submit(model, **batch()).result() and None)
+        with pytest.raises(RuntimeError, match="allows one thread at a time"):
+            model(**batch())
+        hook.remove()
+    assert gradients(model)[1].logits is None
 
 
 def test_a_model_inside_another_is_found():

@@ -70,6 +70,14 @@ def test_blocks_nest_and_end_with_an_exception() -> None:
     assert torch.equal(layer(x), y)
 
 
+def test_a_conversion_inside_stays_after_the_block() -> None:
+    model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))
+    octavo.convert(model)
+    with high_precision(model):
+        octavo.convert(model, "blockwise", skip=["1"])
+    assert (model[0].recipe.name, hasattr(model[1], "recipe")) == ("blockwise", False)
+
+
 def test_a_backward_pass_computes_as_its_forward_pass_did() -> None:
     layer, x, dy = converted("rowwise"), torch.randn(T, K), torch.randn(T, N)
     (expected,) = torch.autograd.grad(layer(x), [layer.weight], dy)

@@ -107,6 +107,9 @@ REFUSED = [
       for make in (layer, fused) for dtype in (torch.float64, torch.int32, torch.complex64)),
     (lambda: layer()(ROWS.to_sparse()), r"nested and sparse inputs: .*octavo\.restore"),
     (lambda: torch.jit.script(layer()), r"torch\.jit\.script"),
+    (lambda: fused().both._replicate_for_data_parallel(), r"nn\.DataParallel: take DistributedDataParallel"),
+    (lambda: octavo.scales.scale_state(octavo.convert(nn.Linear(16, 16))), r"octavo\.scales takes a torch\.nn\.Module"),
+    (lambda: octavo.scales.saturation(None, [ROWS]), r"octavo\.scales takes a torch\.nn\.Module, got None"),
     (lambda: attend(attn_mask=torch.zeros(4, 5)), r"must be \[5, 5\], got \[4, 5\]"),
     (lambda: attend(key_padding_mask=torch.zeros(2, 4)), r"must be \[2, 5\], got \[2, 4\]"),
     (lambda: attend(is_causal=True), "pass the causal mask as attn_mask too"),
@@ -182,6 +185,11 @@ def test_double_backward(make) -> None:
     assert torch.equal(dx, again)
     with pytest.raises(NotImplementedError, match="double backward"):
         again.square().sum().backward()
+    for second in (torch.autograd.functional.hessian, torch.autograd.functional.jvp):  # these take a missing path for 0
+        with pytest.raises(NotImplementedError, match="double backward"):
+            second(lambda x: model(x).square().sum(), x, *[x] * (second is torch.autograd.functional.jvp))
+    with pytest.raises(NotImplementedError, match="batches of gradients"):
+        torch.autograd.functional.jacobian(model, x, vectorize=True)
 
 
 @each

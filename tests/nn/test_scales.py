@@ -127,6 +127,15 @@ def test_a_cast_of_the_model_leaves_the_scales_as_they_are() -> None:
     assert layer(torch.rand(16, 32).bfloat16()).dtype == torch.bfloat16
 
 
+def test_weights_that_are_assigned_take_the_histories_off_the_meta_device() -> None:
+    with torch.device("meta"):
+        model, _ = make()
+    plain = nn.Sequential(nn.Linear(32, 48, bias=False))
+    model.load_state_dict(plain.state_dict(), assign=True)
+    octavo.convert(plain, "delayed")
+    assert [step(model, size) for size in (2.0, 3.0)] == [step(plain, size) for size in (2.0, 3.0)]
+
+
 def test_a_model_converted_in_inference_mode_trains():
     """Its histories are not tensors of inference, which training cannot change."""
     x = torch.randn(8, 64)

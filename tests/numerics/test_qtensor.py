@@ -41,6 +41,15 @@ REFUSED = [  # a call, and the words of its error
         ]
     ),
     (lambda: by_row(torch.ones(3, 1, device="meta")), "data is on cpu and its scale on meta"),
+    (lambda: QTensor(data(3, 5), torch.ones(3, 1), "e4m3", ROW), "takes a Format and a Granularity, got 'e4m3' and"),
+    *(
+        (lambda name=name: getattr(quantized(ROW, 3, 5), name), f"a QTensor has no '{name}': take that of q.dequantize")
+        for name in ("to", "cpu", "numpy", "dtype")
+    ),
+    *(
+        (lambda dtype=dtype: quantized(ROW, 3, 5).dequantize(dtype), "takes a dtype of floating point, got")
+        for dtype in (torch.int8, "bf16")
+    ),
     *(
         (lambda g=g: quantized(g, 6, 10).t(), rf"\[6, 10\] with {g.name} scales: quantize the transposed matrix")
         for g in (ROW, group(4), block(2, 4))
@@ -67,7 +76,7 @@ REFUSED = [  # a call, and the words of its error
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
 def test_refusals(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
         call()
 
 

@@ -89,15 +89,9 @@ def convert(
     and references to it keep working. `octavo.restore` undoes the conversion. A layer that an earlier conversion
     changed, and that this one skips, is restored.
 
-    The `Conv1D` of transformers' GPT-2 is converted too: it is a linear layer whose weight is stored transposed. With a
-    fusable recipe (`rowwise`), `NormLinear`, `SwiGLU`, `GELU` and `GEGLU` quantize in the pass that computes the norm
-    or the activation. So do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
-    (`octavo.architectures`), the blocks of timm's vision transformers, and the transformer blocks of diffusers' U-Nets.
-    With such a recipe, or `blockwise`, `mxfp8` or `groupwise`, experts run grouped GEMMs in FP8: `octavo.nn.Experts`,
-    `GroupedLinear`, and those of transformers that compute as Mixtral's. `nn.MultiheadAttention` is converted
-    (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and those of
-    disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
-    PyTorch's fast path, which would not call its converted layers.
+    So are the `Conv1D` of transformers' GPT-2, `nn.MultiheadAttention` and convolutions that are matrix products
+    (`octavo.nn.linear`). docs/training_loop.md has the modules and the experts that run fused and grouped GEMMs.
+    `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted layers.
 
     Args:
         model: any module. Embeddings and norms are not linear layers and stay; output heads and routers are skipped.
@@ -506,11 +500,10 @@ def _undo_torchao(module: Any) -> bool:
 def high_precision(model: nn.Module) -> Iterator[None]:
     """Compute `model` in its high precision while the block lasts.
 
-    This is `fp8_autocast(enabled=False)` of Transformer Engine. Linear layers, fused modules, experts, attention and
-    the loss cast nothing to eight bits inside. They follow their recipes after the block, also after an exception. A
-    backward pass computes as its forward pass did. Delayed scaling records nothing inside. Compiled code is compiled
-    once for each of the two states. A weight that FSDP2 gathers in eight bits (`octavo.distributed.fp8_all_gather`) is
-    gathered so in both. Convert and restore outside of the block.
+    Linear layers, fused modules, experts, attention and the loss cast nothing to eight bits inside. They follow their
+    recipes after the block, also after an exception, and a conversion inside the block stays. A backward pass computes
+    as its forward pass did. Delayed scaling records nothing inside. Compiled code is compiled once for each of the two
+    states. A weight that FSDP2 gathers in eight bits (`octavo.distributed.fp8_all_gather`) is gathered so in both.
 
     Raises:
         TypeError: `model` is no module.
@@ -534,8 +527,9 @@ def high_precision(model: nn.Module) -> Iterator[None]:
             setattr(module, key, value)
         yield
     finally:
-        for module, key, value, _ in switched:
-            setattr(module, key, value)
+        for module, key, before, value in switched:
+            if getattr(module, key, before) is value:  # not converted or restored since
+                setattr(module, key, before)
 
 
 def _in_high_precision(module: Any) -> Iterator[tuple[str, Any]]:

@@ -81,6 +81,7 @@ class ScaleHistories(nn.ModuleDict):
 
 
 def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
+    check_module(model, "octavo.scales")
     for name, module in model.named_modules():
         if isinstance(module, ScaleHistory):
             yield name, module
@@ -95,14 +96,7 @@ def update_scales(model: nn.Module) -> None:
 
     Raises:
         TypeError: `model` is no module.
-
-    Example:
-        >>> loss(model(x), y).backward()
-        >>> optimizer.step()
-        >>> optimizer.zero_grad()
-        >>> octavo.scales.update_scales(model)
     """
-    check_module(model, "update_scales")
     found = [history for _, history in histories(model)]
     if not found:
         return
@@ -158,16 +152,10 @@ def scale_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Restore the histories from a `scale_state`.
+    """Restore the histories from a `scale_state`. It does not hold whether they were frozen.
 
     Raises:
         ValueError: a history is missing, left over, or of another shape; nothing is changed then.
-
-    Example:
-        >>> octavo.convert(model, "delayed")  # the recipe of the saved model
-        >>> saved = torch.load("checkpoint.pt")
-        >>> model.load_state_dict(saved["model"])
-        >>> octavo.scales.load_scale_state(model, saved["scales"])
     """
     check_match(state, scale_state(model), "the scale histories are of another recipe or model")
     for name, history in histories(model):

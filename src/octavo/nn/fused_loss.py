@@ -24,11 +24,10 @@ import torch
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
-from octavo.nn.module_tools import mix_into
+from octavo.nn.module_tools import mix_into, unsupported
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
@@ -117,8 +116,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the gradients do not depend on `grad` alone
+            raise unsupported("double backward (create_graph=True) of a loss that was fused with its head")
         dx, dw, count = ctx.saved_tensors
         grad = grad / count if ctx.late else grad
         if dx is not None:
@@ -414,10 +414,12 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
             labels = kwargs.pop("labels", None)
         else:
             labels = args[place] if len(args) > place else kwargs.get("labels")
+        head = self.get_submodule(self.loss_head) if hasattr(self, "loss_head") else None  # Accelerate keeps `forward`
+        if getattr(head, "task", None) is not None:
+            raise RuntimeError("fuse_loss=True allows one thread at a time: give each a copy.deepcopy of the model")
         own_logits = place is not None and (not self.training or hasattr(self, "_loss_function"))
-        if labels is None or own_logits or not hasattr(self, "loss_head"):  # Accelerate keeps this after a restore
+        if labels is None or own_logits or head is None:
             return theirs(self, *args, **kwargs)
-        head = self.get_submodule(self.loss_head)
         if not isinstance(head, LossHead):
             raise RuntimeError(
                 f"{self.loss_head} was replaced by a {type(head).__name__} after octavo.convert, which had fused it "

@@ -20,6 +20,7 @@ from octavo.nn.module_tools import (
     library_of,
     mix_into,
     parts_of_layer,
+    unsupported,
     watched,
 )
 from octavo.nn.observer import Observer, observer_of
@@ -76,6 +77,9 @@ class FusedModule(nn.Module):
     def layers(self) -> list[Any]:
         """All layers that run in the pass."""
         return self.inner
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        raise unsupported("nn.DataParallel: take DistributedDataParallel, with a process for each GPU")
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The stacked layers and their cast, where they are fused."""
@@ -453,13 +457,11 @@ class VisionBlock(nn.Module):
 
 def _is_plain_attention(attention: Any) -> bool:
     """True if `attention` is diffusers' `Attention` and calls PyTorch's attention, between its four layers alone."""
-    if not is_of_library(attention, "diffusers", "Attention"):
+    known = is_of_library(attention, "diffusers", "Attention")
+    if not known or type(attention.processor).__name__ != "AttnProcessor2_0" or attention.to_out is None:
         return False
-    if type(attention.processor).__name__ != "AttnProcessor2_0":
-        return False
-    norms = attention.group_norm, attention.spatial_norm
-    changed = attention.residual_connection or attention.rescale_output_factor != 1 or attention.to_out is None
-    return not changed and all(norm is None for norm in norms)
+    changed = attention.residual_connection or attention.rescale_output_factor != 1
+    return not changed and attention.group_norm is None and attention.spatial_norm is None
 
 
 def _is_diffusion_block(block: Any) -> bool:

@@ -116,6 +116,13 @@ class RecipeLayer(nn.Module):
         }
         self.histories = ScaleHistories(histories) if histories else None
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Called by `load_state_dict`. With assign=True it moves weights from the meta device, but no histories."""
+        super()._load_from_state_dict(*args, **kwargs)
+        device = next(self.parameters()).device
+        if self.histories is not None and device.type != "meta" and any(b.is_meta for b in self.histories.buffers()):
+            self.histories.to_empty(device=device)
+
     def history_of(self, operand: str) -> ScaleHistory | None:
         """The history of "x", "w" or "dy", if its scale comes from one."""
         return None if self.histories is None else self.histories.of(operand)

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -123,19 +124,27 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return backward(ctx, *gradients)
+        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+            raise unsupported("batches of gradients (is_grads_batched=True, jacobian with vectorize=True)")
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        saved = ctx.saved_tensors  # read once: checkpointed activations are computed once
+        # autograd would take the derivative of gradients that depend on no input for zero
+        read = [t for t in (*gradients, *saved) if t is not None and t.requires_grad]
         with torch.no_grad():
-            results = backward(ctx, *gradients)
-        return _Final.apply(*(g if g is None else g.detach().requires_grad_() for g in results))  # type: ignore[no-untyped-call]
+            known = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
+            results = backward(known, *gradients)
+        return _Final.apply(len(results), *(g if g is None else g.detach().requires_grad_() for g in results), *read)  # type: ignore[no-untyped-call]
 
     return run
 
 
 class _Final(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if g is None else g.view_as(g) for g in gradients)
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

@@ -40,6 +40,9 @@ class QTensor:
     def __post_init__(self) -> None:
         if torch.compiler.is_dynamo_compiling():  # to trace the checks for each tensor of a model takes seconds
             return
+        if not isinstance(self.format, Format) or not isinstance(self.granularity, Granularity):
+            kinds = f"{self.format!r} and {self.granularity!r}"
+            raise TypeError(f"a QTensor takes a Format and a Granularity, got {kinds}: call octavo.quantize")
         if self.data.dtype != self.format.dtype:
             raise TypeError(f"{self.format.name} data must be {self.format.dtype}, got {self.data.dtype}")
         if self.scale.dtype not in SCALE_DTYPES:
@@ -59,6 +62,9 @@ class QTensor:
         scale = f"{self.granularity.name} scales {dtype} {list(self.scale.shape)}"
         return f"QTensor({self.format.name} {list(self.shape)}, {scale}, {self.data.device})"
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a QTensor has no {name!r}: take that of q.dequantize(), of q.data or of q.scale")
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the tensor that was quantized."""
@@ -71,6 +77,8 @@ class QTensor:
         the largest number there, not inf. Such a product occurs if a number near the largest float32 is rounded up in a
         block with a power-of-two scale. The MX specification leaves it to the implementation.
         """
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dequantize takes a dtype of floating point, got {dtype!r}: give torch.float32")
         wide, scale = widen(self.data), self.granularity.expand(self.scale.float(), tuple(self.shape))
         largest = torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).max
         x = wide * scale
@@ -96,10 +104,7 @@ class QTensor:
 #     group:G       1 x G                         scale[M, ceil(K/G)]     (along the reduction; as block:1xG)
 #     block:RxC     R x C                         scale[ceil(M/R), ceil(K/C)]
 #
-# A layer also needs its matrices transposed, and the granularity decides how many quantizations that takes
-# (`octavo.recipe`). Scales of the tensor or of square blocks transpose with the bytes. A row scale of the transposed
-# matrix varies along the reduction, so it must be folded into the other operand. Groups must be quantized again along
-# the other axis.
+# How many quantizations a layer needs, which multiplies its matrices transposed too, is in `octavo.recipe`.
 
 
 @dataclass(frozen=True)
