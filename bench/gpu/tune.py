@@ -3,6 +3,7 @@
     gemm             the GEMM of row scales at few rows, beside a copy of the same bytes
     block            the GEMM of scales along K, by scales, beside cuBLASLt and operands widened to BF16
     grouped          the grouped GEMM of block scales; the routing is drawn at random
+                     Both with tiles of many rows loaded by pointers, and by descriptors, whose bits must be the same.
     grouped-rows     the grouped GEMMs of row scales on a Hopper: y with fast accumulation, and dw promoted
     weight-only      the GEMM of an eight-bit weight; --bytes widens E4M3 as on older GPUs
     cache            the attention that reads a cache of keys and values, by tiles, beside a copy of the same bytes
@@ -25,7 +26,7 @@ from torch import Tensor
 from bench.gpu import llama
 from bench.gpu import serve_models as models
 from bench.gpu.grouped_rows import of_columns, of_rows
-from bench.gpu.harness import Options, benchmark, beyond_cache, fastest, in_turn, once, replayed, sized
+from bench.gpu.harness import Options, benchmark, beyond_cache, fastest, in_turn, made, once, replayed, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.moe import SHAPES as EXPERTS
 from bench.gpu.moe import Products
@@ -91,8 +92,33 @@ def block(m: int, n: int, k: int) -> None:
         native = f", cuBLASLt {us(scaled_mm_cublaslt, False):.1f} us" if size == 128 else ""
         print(f"  {name}: widened to BF16 {us(block_scaled_gemm.dequantized_mm):.1f} us{native}", flush=True)
         chosen = block_scaled_gemm.choose(m, n, k, size, x.device)
-        tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size))
-        show(fastest(chosen, tilings, partial(us, block_scaled_gemm.scaled_mm, None), best=4), 2 * m * n * k)
+        tilings = list(starmap(block_scaled_gemm.Tiling, block_tilings(m, size)))
+        y = partial(block_scaled_gemm.scaled_mm, Operands.of(a, bs[0]), None, BF16, None)
+        show_loads(y, partial(us, block_scaled_gemm.scaled_mm, None), chosen, tilings, 2 * m * n * k)
+
+
+def show_loads(
+    y: Callable[[Any], Tensor], us: Callable[[Any], float], chosen: Any, others: Sequence[Any], flops: float
+) -> None:
+    """The chosen tiling and the best ones; if descriptors load it, beside pointers: the best by each of them."""
+    if not chosen.described:
+        show(fastest(chosen, others, us, best=4), flops)
+        return
+    pointers: dict[Any, float] = {}
+    descriptors: dict[Any, float] = {}
+
+    def time_both(tiling: Any) -> None:
+        plain = tiling._replace(described=False)
+        assert torch.equal(y(plain), y(tiling)), "y has other bits by descriptors"
+        pointers[tiling], descriptors[tiling] = us(plain), us(tiling)
+
+    tilings = dict.fromkeys(each._replace(described=True) for each in (chosen, *others))
+    for tiling in list(tilings)[: sized(None, 1)]:
+        made(f"  {tuple(tiling)}", partial(time_both, tiling))
+    for tiling in (chosen, *(min(found, key=found.__getitem__) for found in (pointers, descriptors))):
+        before, after = pointers[tiling], descriptors[tiling]
+        rates = f"{flops / before / 1e6:5.0f} and {flops / after / 1e6:5.0f} TFLOP/s  {before / after:.3f}x"
+        print(f"  {tuple(tiling)[:-1]} pointers {before:8.1f} us, descriptors {after:8.1f} us  {rates}", flush=True)
 
 
 def block_tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:
@@ -100,7 +126,8 @@ def block_tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:
     groups = {32: (4, 2), 64: (2, 4), 128: (2, 1)}[group_size]
     if m <= 64:
         return product((64,), (max(16, 1 << (m - 1).bit_length()),), groups, (3, 5), (4,), (1, 2, 4, 8))
-    return product((64, 128), (64, 128), groups, (2, 3, 4), (4, 8), (1,))
+    tiles = product((64, 128), (64, 128), groups, (3, 4))
+    return ((n, m, count, stages, 8 if n * m > 8192 else 4, 1) for n, m, count, stages in tiles)
 
 
 def grouped(tokens: int, *_: int) -> None:
@@ -121,14 +148,14 @@ def grouped(tokens: int, *_: int) -> None:
 
 def time_grouped(ours: Callable[[Any], Any], chosen: Any, others: Sequence[Any], flops: float) -> None:
     with compile_only():  # in several threads
-        for tiling in (chosen, *others):
+        for tiling in (chosen._replace(described=False), *others):
             ours(tiling)
 
     def us(tiling: Any) -> float:
         ours(tiling)
         return 1e3 * median(once(partial(ours, tiling), 4) for _ in range(3))
 
-    show(fastest(chosen, others, us, best=4), flops)
+    show_loads(ours, us, chosen, others, flops)
 
 
 def grouped_rows(*_: int) -> None:

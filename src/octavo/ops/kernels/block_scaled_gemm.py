@@ -4,7 +4,8 @@
 
 A group g of G elements of K has one tensor-core product, whose partial sum is multiplied by the scales and added to a
 float32 sum. A step of the loop multiplies several groups. As in the kernels of small M, the tensor core computes
-b @ a^T, and K is split where y has too few tiles for the multiprocessors.
+b @ a^T, and K is split where y has too few tiles for the multiprocessors. With a large M the copy engine (TMA) of
+Hopper and later loads the groups of a and b by descriptors.
 """
 
 from functools import cache
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.kernels.device_math import scale_of_exponent
 from octavo.ops.kernels.gemm import add_partials, choose_split, cut, empty_product, store_sums
@@ -28,7 +30,8 @@ NEIGHBOURS = 8  # tiles along N that run beside each other and share a, which th
 
 
 class Tiling(NamedTuple):
-    """Rows of b and of a in a tile, groups of K in a step, loads in flight, warps, and parts that K is split into."""
+    """Rows of b and of a in a tile, groups of K in a step, loads in flight, warps, parts that K is split into, and
+    whether descriptors load a and b where they can."""
 
     block_n: int
     block_m: int
@@ -36,6 +39,7 @@ class Tiling(NamedTuple):
     stages: int
     warps: int
     split_k: int = 1
+    described: bool = False
 
 
 def scaled_mm(
@@ -58,14 +62,17 @@ def scaled_mm(
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
     extra = bias, residual, y
-    block_n, block_m, groups, stages, warps, split_k = tiling or choose(m, n, k, group, a.device)
+    block_n, block_m, groups, stages, warps, split_k, described = tiling or choose(m, n, k, group, a.device)
     step = groups * group
     k_per_split, split_k = cut(k, step, split_k)
     partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
+    if described := described and take_descriptors(a, b):
+        a, b = descriptor(a, block_m, group), descriptor(b, block_n, group)
     launcher(_tile_kernel, (cdiv(n, block_n) * cdiv(m, block_m), split_k))(
         a, b, scale_a, scale_b, *extra, partials, m, n, k, k_per_split,
         GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups, EVEN_K=k % step == 0,
-        BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, DESCRIBED=described,
+        num_warps=warps,
     )  # fmt: skip
     if partials is not None:
         add_partials(partials, None, None, *extra)
@@ -105,12 +112,25 @@ def choose(m: int, n: int, k: int, group: int, device: torch.device, groups: int
     programs = multiprocessors(device)
     tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, groups * group)
     split_k = choose_split(tiles, steps, programs) if tiles < programs else 1
-    return Tiling(block_n, block_m, groups, stages, 4 if few else 8, split_k)
+    return Tiling(block_n, block_m, groups, stages, 4 if few else 8, split_k, described=not few)
 
 
 def _bytes(group: int, groups: int, block_n: int, block_m: int) -> int:
     """Bytes of a step in shared memory, with its scales."""
     return groups * (group + 4) * (block_n + block_m)
+
+
+def take_descriptors(*operands: Tensor) -> bool:
+    """True if a copy engine loads tiles of all operands, and no graph is traced: Inductor inlines pointers only."""
+    return all(
+        type(t) is Tensor and t.is_cuda and t.shape[-1] % ALIGNMENT == 0 and t.data_ptr() % ALIGNMENT == 0
+        for t in operands
+    ) and torch.cuda.get_device_capability(operands[0].device) >= (9, 0)
+
+
+def descriptor(data: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of a matrix, loaded in tiles of so many rows and columns. Behind its end there are zeros."""
+    return TensorDescriptor.from_tensor(data, [rows, columns])
 
 
 def _aligned(data: Tensor) -> Tensor:
@@ -136,17 +156,18 @@ def readable_scale(scale: Tensor, m: int) -> Tensor:
 
 @triton.jit
 def _tile_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, partials_ptr, M, N, K, k_per_split,
+    a, b, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, partials_ptr, M, N, K, k_per_split,
     GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = find_tile(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), NEIGHBOURS)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     start_k = tl.program_id(1) * k_per_split
     acc = sum_groups(
-        a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, M, N, K, K, start_k,
-        tl.minimum(start_k + k_per_split, K), GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
+        a, b, scale_a_ptr, scale_b_ptr, pid_m * BLOCK_M, pid_n, pid_n * BLOCK_N, 0, M, N, K, K, start_k,
+        tl.minimum(start_k + k_per_split, K), GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES, DESCRIBED,
     )  # fmt: skip
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
     rows = offs_m.to(tl.int64)[None, :]
@@ -168,16 +189,22 @@ def find_tile(tiles_m, tiles_n, NEIGHBOURS: tl.constexpr):
 
 @triton.jit
 def sum_groups(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, stride_n, start_k, end_k,
+    a, b, scale_a_ptr, scale_b_ptr, start_m, pid_n, row_b, column_b, end_m, N, K, stride_n, start_k, end_k,
     GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """The sums [BLOCK_N, BLOCK_M] over K from start_k to end_k, for a tile of rows `offs_m` of a, of which those before
-    `end_m` count, and rows `offs_n` of b, the tile number `pid_n` of N, `stride_n` bytes apart."""
+    """The sums [BLOCK_N, BLOCK_M] over K from start_k to end_k, for the rows of a from `start_m`, of which those before
+    `end_m` count, and the tile number `pid_n` of the N rows of b.
+
+    a and b are pointers, the rows of b `stride_n` bytes apart, or with `DESCRIBED` descriptors. That of b has the tile
+    at `row_b`, its K from `column_b` on.
+    """
     offs_k = tl.arange(0, GROUP)
-    # Rows behind the end of a and b are not stored.
-    a_ptrs = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64)[None, :] * K + offs_k[:, None]
-    b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * stride_n + offs_k[None, :]
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if not DESCRIBED:  # rows behind the end of a and b are not stored
+        a_ptrs = a + tl.minimum(offs_m, end_m - 1).to(tl.int64)[None, :] * K + offs_k[:, None]
+        b_ptrs = b + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * stride_n + offs_k[None, :]
     stride = tl.cdiv(K, GROUP)
     A_FIRST: tl.constexpr = BLOCK_M >= 64 and ROWS_B > 1
     acc = tl.zeros((BLOCK_M, BLOCK_N) if A_FIRST else (BLOCK_N, BLOCK_M), tl.float32)
@@ -189,23 +216,26 @@ def sum_groups(
                 if ROWS_B == 1:
                     s_b = _pair(scale_b_ptr, offs_n, N, g, stride, BLOCK_N, GROUPS, EVEN_K)
             at = g * GROUP
-            if EVEN_K:
-                b = tl.load(b_ptrs + at)
-                a = tl.load(a_ptrs + at)
+            if DESCRIBED:
+                b_g = b.load([row_b, column_b + at])
+                a_g = a.load([start_m, at]).T
+            elif EVEN_K:
+                b_g = tl.load(b_ptrs + at)
+                a_g = tl.load(a_ptrs + at)
             else:
                 mask = at + offs_k < K
-                b = tl.load(b_ptrs + at, mask[None, :], other=0.0)
-                a = tl.load(a_ptrs + at, mask[:, None], other=0.0)
+                b_g = tl.load(b_ptrs + at, mask[None, :], other=0.0)
+                a_g = tl.load(a_ptrs + at, mask[:, None], other=0.0)
             if ROWS_B == 1:
-                acc += tl.dot(b, a) * (s_b[i % 2][:, None] * s_a[i % 2][None, :])  # [N,G] @ [G,M]
+                acc += tl.dot(b_g, a_g) * (s_b[i % 2][:, None] * s_a[i % 2][None, :])  # [N,G] @ [G,M]
             else:
                 tl.static_assert(ROWS_B % BLOCK_N == 0, "a tile must lie in one row of blocks")
                 s = tl.load(scale_b_ptr + pid_n * BLOCK_N // ROWS_B * stride + g, EVEN_K or g < stride, other=0.0)
                 s *= s_a[i % 2]
                 if A_FIRST:
-                    acc += tl.dot(tl.trans(a), tl.trans(b)) * s[:, None]  # [M,G] @ [G,N]
+                    acc += tl.dot(tl.trans(a_g), tl.trans(b_g)) * s[:, None]  # [M,G] @ [G,N]
                 else:
-                    acc += tl.dot(b, a) * s[None, :]  # [N,G] @ [G,M]
+                    acc += tl.dot(b_g, a_g) * s[None, :]  # [N,G] @ [G,M]
     if A_FIRST:
         acc = tl.trans(acc)
     return acc

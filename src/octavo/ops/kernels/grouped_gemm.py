@@ -10,8 +10,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.qtensor import Granularity
-from octavo.ops.kernels.block_scaled_gemm import NEIGHBOURS, SMALL_M, Tiling, find_tile, readable_scale, sum_groups
+from octavo.ops.kernels.block_scaled_gemm import (
+    NEIGHBOURS,
+    SMALL_M,
+    Tiling,
+    descriptor,
+    find_tile,
+    readable_scale,
+    sum_groups,
+)
 from octavo.ops.kernels.block_scaled_gemm import choose as choose_blocks
+from octavo.ops.kernels.block_scaled_gemm import take_descriptors as take_blocks_by_descriptors
 from octavo.ops.kernels.gemm import MAX_BLOCK_M, store_sums, sum_products
 from octavo.ops.kernels.gemm import Tiling as WeightTiling
 from octavo.ops.kernels.weight_only import choose as choose_weight_tiling
@@ -58,9 +67,14 @@ def grouped_mm(
         tiling = DESCRIBED
     elif tiling is None:
         tiling = choose_blocks(rows, n, k, group, a.device) if group else choose(rows, fast, a.device)
-    block_n, block_m, groups, stages, warps, _ = tiling
+    block_n, block_m, groups, stages, warps, _, by_descriptors = tiling
     y, tiles_m, step = allocate(a, (m, n), out_dtype), most_tiles(m, e, block_m), group or DEPTH
     scales = readable_scale(scale_a, block_m), readable_scale(scale_b, block_m)
+    even = k % (groups * step) == 0  # else the columns behind a matrix may be those of the next
+    by_descriptors = bool(group and by_descriptors and even and _layout(b)) and take_blocks_by_descriptors(a, b)
+    of_a, of_b, row_step, column_step = a, b, 0, 0
+    if described or by_descriptors:
+        of_a, of_b, row_step, column_step = descriptors(a, b, block_m, block_n, step)
     given = *scales, offsets.contiguous(), y, tiles_m, e, n, k
     tile = {
         "BLOCK_E": power_of_two_above(e), "BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": step,
@@ -68,12 +82,11 @@ def grouped_mm(
     }  # fmt: skip
     grid = (cdiv(n, block_n) * tiles_m,)
     if described:
-        of_a, of_b, *steps = descriptors(a, b)
-        launcher(_described_kernel, grid)(of_a, of_b, *given, *steps, **tile)
+        launcher(_described_kernel, grid)(of_a, of_b, *given, row_step, column_step, **tile)
         return y
     launcher(_rows_kernel, grid)(
-        a, b, *given, b.stride(0), b.stride(1), GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups,
-        PROMOTE=0 if fast or group else DEPTH, EVEN_K=k % (groups * step) == 0, **tile,
+        of_a, of_b, *given, b.stride(0), b.stride(1), row_step, column_step, GROUP=group, ROWS_B=by_b.rows or 1,
+        GROUPS=groups, PROMOTE=0 if fast or group else DEPTH, EVEN_K=even, DESCRIBED=by_descriptors, **tile,
     )  # fmt: skip
     return y
 
@@ -91,13 +104,16 @@ def grouped_mm_dw(
         tiling = choose_blocks(k, n, m, group, a.device, DEPTH // group)
     elif tiling is None:
         tiling = choose_dw(k, m, e, fast, a.device)
-    block_n, block_k, _, stages, warps, _ = tiling
+    block_n, block_k, _, stages, warps, _, described = tiling
     dw = allocate(a, (e, n, k), out_dtype)
+    a, b = a.contiguous(), b.contiguous()
+    if described := bool(group) and described and take_blocks_by_descriptors(a, b):
+        a, b = descriptor(a, block_n, group), descriptor(b, block_k, group)
     launcher(_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
-        a.contiguous(), b.contiguous(), readable_scale(scale_a, block_k),
+        a, b, readable_scale(scale_a, block_k),
         readable_scale(scale_b, block_k) if group else None, offsets.contiguous(), dw, n, k, m,
         GROUP=group, PROMOTE=0 if fast else DEPTH, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=DEPTH,
-        NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+        DESCRIBED=described, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dw
 
@@ -117,13 +133,14 @@ def _layout(b: Tensor) -> tuple[int, int] | None:
     return (0, k) if b.stride() == (k, e * k, 1) else None
 
 
-def descriptors(a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, int, int]:
+def descriptors(
+    a: Tensor, b: Tensor, block_m: int, block_n: int, depth: int
+) -> tuple[TensorDescriptor, TensorDescriptor, int, int]:
     """The descriptors of a [M, K] and b [E, N, K], and the rows and columns from a matrix of b to the next."""
     layout = _layout(b)
     assert layout is not None
     matrix = b.flatten(0, 1) if layout[0] else b.transpose(0, 1).flatten(1)
-    of_a = TensorDescriptor.from_tensor(a, [DESCRIBED.block_m, DEPTH])
-    return of_a, TensorDescriptor.from_tensor(matrix, [DESCRIBED.block_n, DEPTH]), *layout
+    return descriptor(a, block_m, depth), descriptor(matrix, block_n, depth), *layout
 
 
 @cache
@@ -156,8 +173,9 @@ def _bytes(left: int, right: int) -> int:
 
 @triton.jit
 def _rows_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, stride_e, stride_n,
+    a, b, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, stride_e, stride_n, row_step, column_step,
     GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -167,16 +185,17 @@ def _rows_kernel(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_m, mask_n = offs_m < end_m, offs_n < N
-        b_ptr += e.to(tl.int64) * stride_e
+        if not DESCRIBED:
+            b += e.to(tl.int64) * stride_e
         if GROUP:
             scale_b_ptr += e.to(tl.int64) * tl.cdiv(N, ROWS_B) * _scale_stride(scale_b_ptr, K, GROUP)
             acc = sum_groups(
-                a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, stride_n, 0, K,
-                GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
+                a, b, scale_a_ptr, scale_b_ptr, start_m, pid_n, e * row_step + pid_n * BLOCK_N, e * column_step, end_m,
+                N, K, stride_n, 0, K, GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES, DESCRIBED,
             )  # fmt: skip
         else:
-            a_rows = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end of a and b are not
-            b_rows = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * stride_n  # stored
+            a_rows = a + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end of a and b are not
+            b_rows = b + tl.minimum(offs_n, N - 1).to(tl.int64) * stride_n  # stored
             acc = sum_products(b_rows, a_rows, None, 0, K, K, EVEN_K, PROMOTE, 0, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES)
             acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[None, :]
             acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[:, None]
@@ -218,9 +237,9 @@ def _described_kernel(
 
 @triton.jit
 def _reduction_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, dw_ptr, N, K, M,
+    a, b, scale_a_ptr, scale_b_ptr, offsets_ptr, dw_ptr, N, K, M,
     GROUP: tl.constexpr, PROMOTE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    DESCRIBED: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
     e = tl.program_id(1)
@@ -233,12 +252,12 @@ def _reduction_kernel(
     rows = e.to(tl.int64) * N + offs_n
     if GROUP:  # the sums have the rows of the second operand first
         acc = sum_groups(
-            b_ptr, a_ptr, scale_b_ptr, scale_a_ptr, offs_k, offs_n, pid_n, K, N, M, M, start, end,
-            GROUP, 1, BLOCK_M // GROUP, True, BLOCK_K, BLOCK_N, NUM_STAGES,
+            b, a, scale_b_ptr, scale_a_ptr, pid_k * BLOCK_K, pid_n, pid_n * BLOCK_N, 0, K, N, M, M, start, end,
+            GROUP, 1, BLOCK_M // GROUP, True, BLOCK_K, BLOCK_N, NUM_STAGES, DESCRIBED,
         )  # fmt: skip
     else:
-        a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
-        b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
+        a_rows = a + tl.minimum(offs_n, N - 1).to(tl.int64) * M
+        b_rows = b + tl.minimum(offs_k, K - 1).to(tl.int64) * M
         acc = sum_products(a_rows, b_rows, None, start, end, M, True, PROMOTE, 0, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
         acc *= tl.load(scale_a_ptr + rows, mask_n, other=0.0)[:, None]
     store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, K, mask_n[:, None] & mask_k[None, :])
