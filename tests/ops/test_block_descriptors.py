@@ -1,5 +1,7 @@
 """The kernels with scales along K, whose tiles are loaded by descriptors: equal bits with those loaded by pointers."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
@@ -15,17 +17,16 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.triton
 
 
+TAKE = {"block_scaled_gemm": "take_descriptors", "grouped_gemm": "take_blocks_by_descriptors"}
+
+
 def both(file, function, *given):
     """The bits of the result by pointers and by descriptors; run in the interpreter. The last is the tile."""
-    from importlib import import_module
-
     *given, tile = given
-    kernel, name = import_module(f"octavo.ops.kernels.{file}"), "take_descriptors"
-    name = name if hasattr(kernel, "scaled_mm") else "take_blocks_by_descriptors"
-    made, plain = [], kernel.descriptor
-    results = []
+    kernel = import_module(f"octavo.ops.kernels.{file}")
+    made, plain, results = [], kernel.descriptor, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, name, lambda *operands: True)
+        patch.setattr(kernel, TAKE[file], lambda *operands: True)
         patch.setattr(kernel, "descriptor", lambda *args: made.append(args) or plain(*args))
         for described in (False, True):
             results.append(getattr(kernel, function)(*given, kernel.Tiling(*tile, described)).numpy().view(np.int32))
@@ -94,21 +95,22 @@ def test_groups_of_columns(kernels, pair, tile):
     assert by_pointers.any()
 
 
-PAIRS = [*((group(size),) * 2 for size in (32, 64, 128)), (group(128), block(128, 128))]
+GROUPS = [(group(size), group(size)) for size in (32, 64, 128)]
+BLOCKS = group(128), block(128, 128)
+CASES = [
+    *(("scaled_mm", pair) for pair in (*GROUPS, BLOCKS)),
+    *(("grouped_mm", pair) for pair in (*GROUPS, BLOCKS)),
+    *(("grouped_mm_dw", pair) for pair in GROUPS),
+]
 
 
-@pytest.mark.parametrize("function", ["scaled_mm", "grouped_mm", "grouped_mm_dw"])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_the_copy_engine_loads_the_tiles(pair, function, monkeypatch):
+@pytest.mark.parametrize(("function", "pair"), CASES, ids=str)
+def test_the_copy_engine_loads_the_tiles(function, pair, monkeypatch):
     """Those of the chosen tilings, which fit."""
-    file, name = "grouped_gemm", "take_blocks_by_descriptors"
-    if function == "scaled_mm":
-        file, name = "block_scaled_gemm", "take_descriptors"
+    file = "block_scaled_gemm" if function == "scaled_mm" else "grouped_gemm"
     kernel, compiled = compiled_for(90, file, monkeypatch)
-    monkeypatch.setattr(kernel, name, lambda *operands: bool(compiled))  # not the first
+    monkeypatch.setattr(kernel, TAKE[file], lambda *operands: bool(compiled))  # not the first
     a, b, offsets = on_cpu(4096, 2048), on_cpu(*(8,) * (function == "grouped_mm"), 512, 2048), torch.zeros(8).int()
-    if function == "grouped_mm_dw" and pair[1].rows != 1:
-        pytest.skip("dw has no square blocks")
     scales = (torch.ones(by.scale_shape(t.shape)) for by, t in zip(pair, (a, b), strict=True))
     rest = (None, HALF) if function == "scaled_mm" else (offsets, HALF, False)
     operands = Operands(a, b, *scales, *pair)

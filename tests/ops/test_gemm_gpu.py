@@ -117,6 +117,20 @@ def test_worst_row_of_our_kernels(pair, size, m):
             assert torch.equal(ours(gpu_a, gpu_b, fast=fast), y)
 
 
+@pytest.mark.parametrize("size", [(4096, 200), (1031, 77), (144, 136)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS_OF_GROUPS)
+def test_tiles_that_descriptors_load_give_the_same_bits(pair, size):
+    from octavo.ops.kernels import block_scaled_gemm as kernel
+
+    (k, n), m = size, 300
+    a, b = (on_gpu(each) for each in operands(pair, m, k, n))
+    chosen = kernel.choose(m, n, k, a.granularity.cols, a.data.device)
+    assert chosen.described
+    y = ours(a, b, tiling=chosen)
+    for _ in range(3):
+        assert torch.equal(ours(a, b, tiling=chosen._replace(described=False)), y)
+
+
 # GEMV, tiles, split-K, a short K, and an empty K
 ADDED = [("row", 1, 4096, 515), ("row", 5, 4096, 515), ("row", 1, 14336, 4096), ("row", 16, 80, 48), ("row", 3, 0, 7)]
 ADDED_TO_GROUPS = [(pair, m, 1024, 515) for pair in ("group32", "strip-square") for m in (1, 33, 65)]

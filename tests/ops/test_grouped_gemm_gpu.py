@@ -129,7 +129,17 @@ def test_worst_row_of_scales_along_k(sizes, k, n, pair):
 
 
 @pytest.mark.parametrize("pair", ["strip-square", "mx"])
-@pytest.mark.parametrize("tiling", [(64, 16, 2, 3, 4), (64, 64, 2, 3, 4), (128, 128, 1, 3, 8)], ids=str)
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        (64, 16, 2, 3, 4),
+        (64, 64, 2, 3, 4),
+        (128, 128, 1, 3, 8),
+        (128, 128, 1, 3, 8, 1, True),
+        (64, 64, 2, 3, 4, 1, True),
+    ],
+    ids=str,
+)
 def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
     from octavo.ops.kernels import block_scaled_gemm as dense
     from octavo.ops.kernels import grouped_gemm as kernel
@@ -141,7 +151,7 @@ def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
     y = kernel.grouped_mm(Operands.of(a, b), offsets.cuda(), torch.float32, False, how)
     for e, rows in enumerate(rows_of(sizes)):
         alone = Operands(a.data[rows], b.data[e], a.scale[rows], b.scale[e], a.granularity, b.granularity)
-        assert torch.equal(y[rows], dense.scaled_mm(alone, None, torch.float32, None, how))
+        assert torch.equal(y[rows], dense.scaled_mm(alone, None, torch.float32, None, how._replace(described=False)))
 
 
 def test_a_wrong_scale_of_one_matrix_is_seen_in_its_rows_alone():
