@@ -23,7 +23,7 @@ from octavo.ops.kernels.gemm import add_partials, choose_split, cut, empty_produ
 from octavo.ops.kernels.weight_only import dequantize
 from octavo.ops.launching import Operands, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.library_gemms import ALIGNMENT
-from octavo.ops.registration import launcher
+from octavo.ops.registration import TENSORS, launcher
 
 SMALL_M = 64  # up to which a tile has all rows of a
 NEIGHBOURS = 8  # tiles along N that run beside each other and share a, which the L2 cache then holds
@@ -123,7 +123,7 @@ def _bytes(group: int, groups: int, block_n: int, block_m: int) -> int:
 def take_descriptors(*operands: Tensor) -> bool:
     """True if a copy engine loads tiles of all operands, and no graph is traced: Inductor inlines pointers only."""
     return all(
-        type(t) is Tensor and t.is_cuda and t.shape[-1] % ALIGNMENT == 0 and t.data_ptr() % ALIGNMENT == 0
+        type(t) in TENSORS and t.is_cuda and t.shape[-1] % ALIGNMENT == 0 and t.data_ptr() % ALIGNMENT == 0
         for t in operands
     ) and torch.cuda.get_device_capability(operands[0].device) >= (9, 0)
 
