@@ -43,6 +43,11 @@ def learn_scales(model: nn.Module) -> Iterator[None]:
     """Let delayed scaling record amax values in evaluation mode too, while the block lasts.
 
     `octavo.scales.update_scales` turns these values into scales, as in training.
+
+    Example:
+        >>> with octavo.scales.learn_scales(model.eval()):
+        ...     model(batch)
+        >>> octavo.scales.update_scales(model)
     """
     with ExitStack() as stack:
         for _, history in histories(model):

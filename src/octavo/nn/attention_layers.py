@@ -335,7 +335,4 @@ def _attention(
         return attend_fp8(query, key, value, gradients, scale=scaling).transpose(1, 2), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    result: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-    return result
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

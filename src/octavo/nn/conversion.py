@@ -89,9 +89,15 @@ def convert(
     and references to it keep working. `octavo.restore` undoes the conversion. A layer that an earlier conversion
     changed, and that this one skips, is restored.
 
-    So are the `Conv1D` of transformers' GPT-2, `nn.MultiheadAttention` and convolutions that are matrix products
-    (`octavo.nn.linear`). docs/training_loop.md has the modules and the experts that run fused and grouped GEMMs.
-    `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted layers.
+    The `Conv1D` of transformers' GPT-2 is converted too: it is a linear layer whose weight is stored transposed. With a
+    fusable recipe (`rowwise`), `NormLinear`, `SwiGLU`, `GELU` and `GEGLU` quantize in the pass that computes the norm
+    or the activation. So do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
+    (`octavo.architectures`), the blocks of timm's vision transformers, and the transformer blocks of diffusers' U-Nets.
+    With such a recipe, or `blockwise`, `mxfp8` or `groupwise`, experts run grouped GEMMs in FP8: `octavo.nn.Experts`,
+    `GroupedLinear`, and those of transformers that compute as Mixtral's. `nn.MultiheadAttention` is converted
+    (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and those of
+    disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
+    PyTorch's fast path, which would not call its converted layers.
 
     Args:
         model: any module. Embeddings and norms are not linear layers and stay; output heads and routers are skipped.

@@ -96,6 +96,12 @@ def update_scales(model: nn.Module) -> None:
 
     Raises:
         TypeError: `model` is no module.
+
+    Example:
+        >>> loss(model(x), y).backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> octavo.scales.update_scales(model)
     """
     found = [history for _, history in histories(model)]
     if not found:
@@ -156,6 +162,12 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         ValueError: a history is missing, left over, or of another shape; nothing is changed then.
+
+    Example:
+        >>> octavo.convert(model, "delayed")  # the recipe of the saved model
+        >>> saved = torch.load("checkpoint.pt")
+        >>> model.load_state_dict(saved["model"])
+        >>> octavo.scales.load_scale_state(model, saved["scales"])
     """
     check_match(state, scale_state(model), "the scale histories are of another recipe or model")
     for name, history in histories(model):

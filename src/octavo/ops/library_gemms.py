@@ -114,10 +114,9 @@ def grouped_mm_dw(a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor, *, fast:
 
 def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
     row, functional = ScalingType.RowWise, cast(Any, F)  # PyTorch's stub lacks the function
-    y: Tensor = functional.scaled_grouped_mm(
+    return functional.scaled_grouped_mm(
         a, b, scale_a, row, scale_b, row, offs=offsets, output_dtype=torch.bfloat16, use_fast_accum=fast
     )
-    return y
 
 
 # ---- The grouped GEMM of MX on Blackwell's tensor cores: the CUTLASS kernel of MSLK behind the same function.
@@ -137,11 +136,10 @@ def mx_grouped_mm(operands: Operands, offsets: Tensor) -> Tensor:
     else:
         scale_a, scale_b = _tiles_of_columns(scale_a, offsets), _tiles_of_columns(scale_b, offsets)
     by, swizzle, functional = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4, cast(Any, F)
-    y: Tensor = functional.scaled_grouped_mm(
+    return functional.scaled_grouped_mm(
         a.contiguous(), b.contiguous().transpose(-2, -1), scale_a, by, scale_b, by,
         swizzle_a=swizzle, swizzle_b=swizzle, offs=offsets, output_dtype=torch.bfloat16,
     )  # fmt: skip
-    return y
 
 
 def _tiles_of_rows(scale: Tensor, offsets: Tensor) -> Tensor:

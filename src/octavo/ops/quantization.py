@@ -223,10 +223,6 @@ def _has_kernel(x: Tensor, cast: Cast, columns: int) -> bool:
     return converts(x, cast.format) and fits(cast, columns)
 
 
-def _quantizes(x: Tensor, cast: Cast, *rest: Any) -> bool:
-    return _has_kernel(x, cast, x.shape[1]) and (cast.by_row or rest[:2] == (None, None))
-
-
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
     data = x.new_empty(shape, dtype=cast.fmt.dtype)
     return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=cast.scale_dtype)
@@ -239,9 +235,11 @@ def _like_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor
     return x.new_empty(0), x.new_empty((shape[0], 1), dtype=torch.float32)
 
 
-_quantize = operation(check=_check, like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast), runs=_quantizes)(
-    _quantize_reference
-)
+_quantize = operation(
+    check=_check,
+    like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast),
+    runs=lambda x, cast, *rest: _has_kernel(x, cast, x.shape[1]) and (cast.by_row or rest[:2] == (None, None)),
+)(_quantize_reference)
 _quantize_stack = operation(
     check=_check_stack,
     like=_like_stack,

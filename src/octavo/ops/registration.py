@@ -464,7 +464,9 @@ def _analyses_cached() -> Iterator[None]:
     def analyse_once(kernel: Any, args: dict[str, Any], *rest: Any) -> Any:
         own = kernel if hasattr(kernel, "params") else kernel.fn  # of an autotuner with one configuration
         constants = {parameter.name for parameter in own.params if parameter.is_constexpr}
-        key = (id(own), *((name, arg if name in constants else _kind(arg)) for name, arg in args.items()))
+        # The dtype of a tensor decides whether a kernel writes to it.
+        kinds = {name: arg if name in constants else getattr(arg, "dtype", type(arg)) for name, arg in args.items()}
+        key = (id(own), *kinds.items())
         if key not in _accesses:
             _accesses[key] = analyse(kernel, args, *rest)
         return _accesses[key]
@@ -474,8 +476,3 @@ def _analyses_cached() -> Iterator[None]:
         yield
     finally:
         setattr(triton_kernel_wrap, name, analyse)
-
-
-def _kind(arg: Any) -> Any:
-    """All of an argument that decides whether a kernel writes to it."""
-    return None if arg is None else getattr(arg, "dtype", type(arg))

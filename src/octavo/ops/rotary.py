@@ -112,10 +112,7 @@ def _like(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any)
     return rotated, k.new_empty((batch, tokens, heads, dim) if rest[-1] else 0)
 
 
-def _rotates(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any) -> bool:
-    return q.numel() > 0 and cache.keys.shape[3] <= MAX_DIM and stores(cache)
-
-
 _rotate_append = operation(
-    check=_check, like=_like, runs=_rotates, mutates=("keys", "values", "clipped"), strided=("q", "k", "v")
-)(rotate_append_reference)
+    check=_check, like=_like, mutates=("keys", "values", "clipped"), strided=("q", "k", "v"),
+    runs=lambda q, k, v, turn, cache, *_: q.numel() > 0 and cache.keys.shape[3] <= MAX_DIM and stores(cache),
+)(rotate_append_reference)  # fmt: skip

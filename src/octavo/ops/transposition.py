@@ -60,12 +60,9 @@ def _check(data: Tensor, shift: Tensor | None, place: Tensor | None) -> None:
     check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
 
 
-def _like(data: Tensor, shift: Tensor | None, place: Tensor | None) -> Tensor:
-    return data.new_empty((data.shape[1], data.shape[0] if place is None else place.shape[0]))
-
-
 _transpose = operation(
-    check=_check, like=_like, after=True,
+    check=_check, after=True,
+    like=lambda data, shift, place: data.new_empty((data.shape[1], len(data if place is None else place))),
     runs=lambda data, *rest: data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES,
 )(transpose_reference)  # fmt: skip
 

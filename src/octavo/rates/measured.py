@@ -82,11 +82,8 @@ class Gpu:
 @functools.cache
 def _read(file: str) -> dict[str, Any]:
     """The object in a file beside this one. Keys that are digits, numbers of tokens, are numbers."""
-    return json.loads((files("octavo.rates") / file).read_text(), object_hook=_with_numbers)
-
-
-def _with_numbers(values: dict[str, Any]) -> dict[str | int, Any]:
-    return {int(key) if key.isdigit() else key: value for key, value in values.items()}
+    text = (files("octavo.rates") / file).read_text()
+    return json.loads(text, object_hook=lambda o: {int(key) if key.isdigit() else key: x for key, x in o.items()})
 
 
 @functools.cache
