@@ -62,7 +62,7 @@ def _check(data: Tensor, shift: Tensor | None, place: Tensor | None) -> None:
 
 _transpose = operation(
     check=_check, after=True,
-    like=lambda data, shift, place: data.new_empty((data.shape[1], len(data if place is None else place))),
+    like=lambda data, shift, place: data.new_empty((data.shape[1], (data if place is None else place).shape[0])),
     runs=lambda data, *rest: data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES,
 )(transpose_reference)  # fmt: skip
 
