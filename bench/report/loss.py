@@ -156,5 +156,5 @@ def cost(results: Mapping[str, Result], mode: str, form: str = "bf16", name: str
 def checked(results: Mapping[str, Result]) -> str:
     """A sentence on the shorter runs that checked the learning rate of a study."""
     study = max(studies(results), key=lambda study: len(study.rates))
-    runs = (f"{each.loss:.4f} at {each.rate}x of the rate in {each.steps:,} steps" for each in study.rates)
-    return f"Runs of BF16 alone on {study.model} end at {', '.join(runs)}. Branches ran at 1.0x."
+    runs = (f"{each.loss:.4f} ({each.rate}x, {each.steps:,} steps)" for each in study.rates)
+    return f"Shorter runs of BF16 at other learning rates, {study.model}: {', '.join(runs)}. Branches ran at 1.0x."
