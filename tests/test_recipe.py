@@ -260,7 +260,10 @@ REFUSED = [
     (lambda: Cast("e4m3", "row"), r"granularity must be a Granularity, got 'row' \(str\): give ROW"),
     (lambda: Gemm("e4m3", Cast()), r"got 'e4m3' \(str\) for a: give a Cast, such as Cast\('e4m3'\)"),
     (lambda: Gemm(Cast(), "e4m3"), r"got 'e4m3' \(str\) for b: give a Cast"),
-    (lambda: replace(rowwise(), exact_backward=True), "exact_backward takes dx and dw in BF16.* leave it out"),
+    (
+        lambda: replace(rowwise(), exact_backward=True),
+        "rowwise: exact_backward takes dx and dw in BF16.* leave it out",
+    ),
     (lambda: Recipe("mine", exact_backward=True), "mine: exact_backward takes .* casts of y without rotation, by row"),
     (lambda: replace(rowwise_forward(), rotate=("y",)), "exact_backward takes .* casts of y without rotation"),
     (lambda: Recipe("mine", groupwise().y, exact_backward=True), "exact_backward takes .* by row, tensor or square"),
@@ -402,7 +405,7 @@ def test_a_changed_preset_needs_a_name_of_its_own(tmp_path):
         ([1], ["must hold a JSON object, got list"]),
         (
             {"rotat": True},
-            ["unknown field rotat (did you mean 'rotate'?)", "name, rotate, emulate, exact_backward, y,"],
+            ["unknown field rotat (did you mean 'rotate'?)", "name, rotate, emulate, exact_backward, y, dx, dw"],
         ),
         ({"zzz": 1}, ["unknown field zzz: the fields are name"]),
         ({"rotate": 1}, ["rotate lists the GEMMs", "of y, dx, dw", "got 1"]),

@@ -272,7 +272,9 @@ def result(llama, data, tmp_path_factory):
 def test_a_layer_that_saw_no_token_is_named(tmp_path, data):
     """Cross-attention, to which nobody gives what it attends to."""
     folder = write_model(tmp_path / "bert", "bert", is_decoder=True, add_cross_attention=True)
-    with pytest.raises(ValueError, match=r"layer\.0\.crossattention\.self\.query saw no token .* \(4 layers of"):
+    with pytest.raises(
+        ValueError, match=r"encoder\.layer\.0\.crossattention\.self\.query saw no token .* \(4 layers of"
+    ):
         calibrate(folder, data, tmp_path / "out", prompts=FEW)
     assert not (tmp_path / "out").exists()
 

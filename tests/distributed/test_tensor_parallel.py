@@ -96,9 +96,15 @@ REFUSED = [
     (lambda: cut_layer(nn.Linear(8, 7), ColumnParallel()), "share Linear.*: its outputs must be a multiple of 2"),
     (lambda: cut_layer(nn.Linear(7, 8), RowParallel()), "share Linear.*: its inputs must be a multiple of 2"),
     (lambda: cut_layer(nn.Embedding(8, 8), RowParallel()), "RowParallel takes an nn.Linear, converted or not, got Emb"),
-    (lambda: cut_layer(cut_layer(nn.Linear(8, 8), ColumnParallel()), ColumnParallel()), "got ParallelLinear"),
+    (
+        lambda: cut_layer(cut_layer(nn.Linear(8, 8), ColumnParallel()), ColumnParallel()),
+        "ColumnParallel takes an nn.Linear, converted or not, got ParallelLinear",
+    ),
     (lambda: cut_layer(nn.Linear(8, 8), ColumnParallel(), 2, 1), "takes a mesh of one dimension"),
-    (lambda: cut_layer(nn.Linear(8, 8), RowParallel())(torch.ones(1, 3, 4)), "must be a multiple of 2, got 3"),
+    (
+        lambda: cut_layer(nn.Linear(8, 8), RowParallel())(torch.ones(1, 3, 4)),
+        "its length must be a multiple of 2, got 3",
+    ),
     (pytorchs_style, "PyTorch's styles of tensor parallelism"),
 ]
 
@@ -249,9 +255,18 @@ def test_recipes_that_quantize_parts_by_themselves():
 ONE_LAYER = {"vocabulary": 61, "layers": 1, "context": 32}
 REFUSED_MODELS = [
     (lambda: nn.Sequential(nn.Linear(8, 8)), "got Sequential: give its layers the styles .*ColumnParallel"),
-    (lambda: Llama(LlamaConfig(width=64, heads=4, kv_heads=1, mlp_width=96, **ONE_LAYER)), "share 1 heads of keys"),
-    (lambda: Llama(LlamaConfig(width=64, heads=4, kv_heads=2, mlp_width=97, **ONE_LAYER)), "share 97 columns"),
-    (lambda: GPT2(GPT2Config(width=63, heads=3, **ONE_LAYER)), "2 ranks cannot share 3 heads, 3 heads of keys"),
+    (
+        lambda: Llama(LlamaConfig(width=64, heads=4, kv_heads=1, mlp_width=96, **ONE_LAYER)),
+        "2 ranks cannot share 1 heads of keys and values of a layer",
+    ),
+    (
+        lambda: Llama(LlamaConfig(width=64, heads=4, kv_heads=2, mlp_width=97, **ONE_LAYER)),
+        "2 ranks cannot share 97 columns inside the MLP of a layer",
+    ),
+    (
+        lambda: GPT2(GPT2Config(width=63, heads=3, **ONE_LAYER)),
+        "2 ranks cannot share 3 heads, 3 heads of keys and values of a layer",
+    ),
 ]
 
 

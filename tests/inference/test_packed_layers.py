@@ -278,7 +278,9 @@ def test_another_models_state_is_taken_in_place(made):
     with pytest.raises(RuntimeError, match=rf"Missing key.*{NAME}\.weight"):
         model.load_state_dict(state)
     state[f"{NAME}.weight"] = torch.zeros(256, 128)
-    with pytest.raises(RuntimeError, match=r"up_proj\.weight must be torch\.float8_e4m3fn .*, got torch.float32"):
+    with pytest.raises(
+        RuntimeError, match=r"up_proj\.weight must be torch\.float8_e4m3fn \[256, 128\], got torch.float32"
+    ):
         model.load_state_dict(state)
 
 

@@ -81,7 +81,10 @@ REFUSED = [
     (lambda: octavo.convert(ONE, "rowise"), "rowwise, rowwise_dw_bf16"),
     (lambda: octavo.convert(ONE, skip=["block*"]), "matches no linear layer; the model has 1, named '0'$"),
     (lambda: octavo.convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)})), "every linear layer"),
-    (lambda: select_linears(nn.Sequential(nn.Conv2d(1, 1, 1))), r"no linear layer.* are 0\.weight .convolution"),
+    (
+        lambda: select_linears(nn.Sequential(nn.Conv2d(1, 1, 1))),
+        r"no linear layer.*matrices are 0\.weight .convolution",
+    ),
     (lambda: select_linears(nn.LayerNorm(4)), "None of its other parameters"),
     (lambda: select_linears(nn.MultiheadAttention(8, 2)), "multi-head attention reads its weight directly"),
     (lambda: select_linears(quantized()), EIGHT_BITS),

@@ -99,7 +99,9 @@ def test_texts_are_printed_in_order_and_times_go_to_standard_error(octavo, llama
 @pytest.mark.parametrize("wrong", ["xxx", ["xxx"], [1, None], {"a": 1}, True, 1.0])
 def test_a_stop_token_that_is_no_id_is_refused(tmp_path, wrong):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
-    with pytest.raises(ArtifactError, match="generation_config.json: eos_token_id must be a token id or a list"):
+    with pytest.raises(
+        ArtifactError, match=r"generation_config.json: eos_token_id must be a token id or a list of them"
+    ):
         end_tokens(tmp_path)
 
 

@@ -184,7 +184,10 @@ OF_RUN = "is a checkpoint of the run fp8: give fp8, and to choose one --step"
         (["report", "fp8/step-00000004"], OF_RUN),
         (["train", "--resume", "fp8/step-00000004"], OF_RUN),
         (["pack", "fp8", "fp8/step-00000004/out"], "would lie in a checkpoint of the run .*fp8, which removes"),
-        (["pack", "fp8", "fp8/step-00000004/a.gguf", "--layout", "gguf", "--no-tokenizer"], "lie in a checkpoint"),
+        (
+            ["pack", "fp8", "fp8/step-00000004/a.gguf", "--layout", "gguf", "--no-tokenizer"],
+            "would lie in a checkpoint of the run .*fp8",
+        ),
         (["pack", "bf16", "out", "--rotate", "--seed", "-1"], r"seed must be an integer from 0 to 2\^63 - 1; got -1"),
         (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
         (["calibrate", ".", "out", "--data", "text.txt"], "holds no config.json: give a run of octavo train, or a"),
@@ -195,7 +198,10 @@ OF_RUN = "is a checkpoint of the run fp8: give fp8, and to choose one --step"
         (["pack", "bf16", "out", "--calibration", "packed"], "is missing: give a folder that octavo calibrate wrote"),
         (["pack", "bf16", "out", "--data", "text.txt"], "--data is for --budget or --freeze.*leave --data out"),
         (["pack", "bf16", "out", "--device", "cuda"], "--device is for --budget or --freeze"),
-        (["pack", "bf16", "out", "--freeze", "4", "--data", "text.txt", "--samples", "8"], "samples is for --budget"),
+        (
+            ["pack", "bf16", "out", "--freeze", "4", "--data", "text.txt", "--samples", "8"],
+            "--samples is for --budget,",
+        ),
         (["unpack", "packed", "out", "--context", "64"], "--context is for --freeze"),
         (["evaluate", "bf16", "--context", "32"], "--context is for --data, which is not given: add it, or leave"),
         (["verify", "packed", "--against", "bf16", "--samples", "4"], "--samples is for --data"),

@@ -216,7 +216,10 @@ def test_octavos_own_models_are_counted_exactly(config, settings, tmp_path):
         ("[]", "must hold a JSON object"),
         ("[" * 100_000, "config.json is not valid JSON .it is nested too deeply"),
         ('{"model_type": "vit", "hidden_size": "wide"}', "must state 'num_hidden_layers'"),
-        ('{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}', "experts, got 9 of 8"),
+        (
+            '{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}',
+            "num_experts_per_tok must be at most the number of experts, got 9 of 8",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_read(tmp_path, text, message):

@@ -112,9 +112,18 @@ def test_words_of_the_command_line(words, expected):
         (["--no-steps"], ["no_steps"]),
         (["--model=mixture", "--experts.top-k=9"], ["experts.top_k 9 requires as many experts; got experts.count 8"]),
         (["--optimizer.masters=host", "--precision=fp16"], ["masters host requires precision bf16; got fp16: leave"]),
-        (["--optimizer.masters=host", "--optimizer.weights=bf16"], ["optimizer.weights fp32; got bf16: leave"]),
-        (["--optimizer.masters=host", "--optimizer.state=8bit"], ["requires optimizer.state fp32; got 8bit: leave"]),
-        (["--optimizer.masters=host", "--optimizer.offload"], ["requires optimizer.offload False; got True: leave"]),
+        (
+            ["--optimizer.masters=host", "--optimizer.weights=bf16"],
+            ["masters host requires optimizer.weights fp32; got bf16: leave"],
+        ),
+        (
+            ["--optimizer.masters=host", "--optimizer.state=8bit"],
+            ["masters host requires optimizer.state fp32; got 8bit: leave"],
+        ),
+        (
+            ["--optimizer.masters=host", "--optimizer.offload"],
+            ["masters host requires optimizer.offload False; got True: leave"],
+        ),
         (["--precision", "fp16", "--optimizer.offload"], ["optimizer.offload True requires precision bf16"]),
         *((["--seed", seed], [f"0 to 2^63 - 1; got {seed}"]) for seed in ("9" * 20, "-1", str(1 << 63))),
     ],
@@ -353,7 +362,10 @@ def test_memory_counts_the_parts_of_each_process(monkeypatch):
 def test_memory_counts_the_weights_of_a_folder(begin, monkeypatch, tmp_path):
     llama = write_model(tmp_path / "llama", "llama")
     monkeypatch.setattr("octavo.train.model.total_memory", lambda device: 1e6)
-    with pytest.raises(ConfigError, match="too many .* 28 bytes for each .*checkpoints.*0 GB. Choose a smaller"):
+    with pytest.raises(
+        ConfigError,
+        match="too many parameters .* 28 bytes for each .*a copy for checkpoints.*cpu has 0 GB. Choose a smaller",
+    ):
         begin(model=str(llama), optimizer={"masters": "host"})
 
 

@@ -154,7 +154,10 @@ def changed_layer(run, **fields):
         (lambda run: changed(run, version=2), "version 2 .* reads version 1"),
         (lambda run: changed(run, layers=[{"name": "a"}]), "layers.json is not a description"),
         (lambda run: (watch_folder(run) / "layers.json").write_text("{"), "not valid JSON"),
-        (lambda run: changed_layer(run, gemms={"y": {"precision": "fp8", "kernel": "a", "why": 1.0}}), "why must"),
+        (
+            lambda run: changed_layer(run, gemms={"y": {"precision": "fp8", "kernel": "emulated", "why": 1.0}}),
+            "why must",
+        ),
         (lambda run: changed_layer(run, kind=None), "kind must be a string, got None"),
         (lambda run: changed_layer(run, formats={"x": 8}), "formats must be an object, got {'x': 8}"),
     ],

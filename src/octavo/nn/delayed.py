@@ -103,6 +103,7 @@ def update_scales(model: nn.Module) -> None:
         >>> optimizer.zero_grad()
         >>> octavo.scales.update_scales(model)
     """
+    check_module(model, "update_scales")
     found = [history for _, history in histories(model)]
     if not found:
         return

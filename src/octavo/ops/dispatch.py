@@ -342,8 +342,7 @@ def fp8_attention_limit(device: Place, head_dim: int, *, training: bool = False)
         if major < 9 or major > 10:
             return f"cuDNN has FP8 attention for compute capability 9.0 and 10.0, and this GPU has {major}.{minor}"
     if training and head_dim not in HEAD_DIMS:
-        taken = " and ".join(map(str, HEAD_DIMS))
-        return f"FP8 attention takes heads of {taken} elements, and these have {head_dim}"
+        return f"FP8 attention takes heads of {' and '.join(map(str, HEAD_DIMS))} elements, and these have {head_dim}"
     if not training and head_dim != HEAD_DIM:
         return f"FP8 attention of prompts takes heads of {HEAD_DIM} elements, and these have {head_dim}"
     if isinstance(device, torch.device) and not HAS_CUDNN:
