@@ -12,6 +12,8 @@ NAMES = {
     "bf16": "BF16",
     "twin": "BF16, a twin",
     "rowwise_y_only": "`rowwise`, y alone in FP8",
+    "rowwise_dx_only": "`rowwise`, dx alone in FP8",
+    "rowwise_dw_only": "`rowwise`, dw alone in FP8",
     "rowwise_exact": "`rowwise` without fast accumulation",
     "rowwise + FP8 attention": "`rowwise`, attention in FP8",
     "rowwise + FP8 head": "`rowwise`, head in FP8",
@@ -21,7 +23,7 @@ NAMES = {
     "torchao_tensorwise": "torchao `tensorwise`",
 }
 MODELS = {"gpt2": " with GELU", "mixture": " of experts"}  # others than a Llama
-CONCLUDED = {"rowwise", "rowwise_y_only", "rowwise + FP8 head", "groupwise", "tensorwise_e4m3", "x of all"}
+CONCLUDED = {"rowwise", "rowwise_y_only", "rowwise_dx_only", "rowwise + FP8 head", "groupwise", "tensorwise_e4m3", "x of all"}
 FEW = 4  # fewer data orders than these say too little about their own deviation
 
 

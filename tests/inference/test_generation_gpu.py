@@ -57,8 +57,7 @@ def test_a_graph_gives_what_eager_steps_give(name, kv_cache, settings):
         found, required = (answers(each, moved(inputs), **settings) for each in (fast, slow))
         assert torch.equal(found, required)
     assert session(fast).graph is not None
-    assert (64 in session(fast).passes) == (kv_cache == "auto")
-    assert kv_cache != "auto" or session(fast).passes[64].graph is not None
+    assert session(fast).passes[64].graph is not None
     assert session(slow).graph is None
 
 
