@@ -8,7 +8,7 @@ import tensor_parallel_examples as examples
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from metrics import sqnr
+from metrics import distance, sqnr
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -51,7 +51,7 @@ def orders(rank):
         assert torch._C._distributed_c10d._get_work_registry_size() == 0
         pairs = {"y": (y_own, y.chunk(2, dim=1)[rank]), "dx": (own.grad, x.grad.chunk(2, dim=1)[rank])}
         pairs |= {name: (examples.whole(p.grad), one.get_parameter(name).grad) for name, p in model.named_parameters()}
-        differences = {name: examples.difference(*pair) for name, pair in pairs.items()}
+        differences = {name: distance(*pair) for name, pair in pairs.items()}
         assert max(differences.values()) < CLOSE, differences
         tokens = 3 * 32  # of this rank
         ratio = sum(sent.of("all_gather")) / (2 * tokens * (96 + 96 + 96))  # of x, x again, dy
@@ -170,7 +170,7 @@ def tensor_scales(rank):
         assert torch.equal(two[0](x), one[0](x).chunk(2, dim=1)[rank])
         pairs = [(examples.whole(two.get_parameter(name).grad), p.grad) for name, p in one.named_parameters()]
         assert all(torch.equal(*pair) for pair in pairs)
-        assert examples.difference(two(x), one(x)) < CLOSE
+        assert distance(two(x), one(x)) < CLOSE
 
 
 @pytest.mark.parametrize("check", [orders, parts, refusals, restored, rotations, tensor_scales])
@@ -211,9 +211,9 @@ def differences(rank, cases):
         (logits, gradients), (expected, expected_gradients) = examples.train(model), examples.train(one)
         results.append(
             (
-                examples.difference(logits, expected),
-                examples.difference_of_all(gradients, expected_gradients),
-                examples.difference_of_all(examples.parameters_of(model), examples.parameters_of(one)),
+                distance(logits, expected),
+                examples.distance_of_all(gradients, expected_gradients),
+                examples.distance_of_all(examples.parameters_of(model), examples.parameters_of(one)),
             )
         )
     return results
@@ -304,7 +304,7 @@ def on_meta(rank):
         part = source.chunk(2, parameter.placements[0].dim)[rank] if parameter.placements[0].is_shard() else source
         parameter.to_local().data.copy_(part)
     tokens, _ = examples.batch()
-    assert examples.difference(examples.logits_of(model, tokens), examples.logits_of(one, tokens)) < 1e-6
+    assert distance(examples.logits_of(model, tokens), examples.logits_of(one, tokens)) < 1e-6
     assert examples.whole(model.model.norm.weight).shape == (64,)
 
 
@@ -355,7 +355,7 @@ def shard_twice(rank):
     examples.train(one)
     wide, gathered = results
     assert all(torch.equal(wide[name], gathered[name]) for name in wide)
-    assert examples.difference_of_all(gathered, examples.parameters_of(one)) < 1e-3
+    assert examples.distance_of_all(gathered, examples.parameters_of(one)) < 1e-3
 
 
 def settings(rank):

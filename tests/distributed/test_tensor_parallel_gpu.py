@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from metrics import distance
 from ranks import run_ranks, use_gpus
 from sharded_states import whole
-from tensor_parallel_examples import difference, difference_of_all
+from tensor_parallel_examples import distance_of_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -64,7 +65,7 @@ def layers(rank):
         y_own.square().sum().backward()
         pairs = [(y_own, y.chunk(2, dim=1)[rank]), (own.grad, x.grad.chunk(2, dim=1)[rank])]
         pairs += [(whole(p.grad), one.get_parameter(name).grad) for name, p in model.named_parameters()]
-        found.append([difference(a.float(), b.float()) for a, b in pairs])
+        found.append([distance(a.float(), b.float()) for a, b in pairs])
     return equal, found
 
 
@@ -99,7 +100,7 @@ def models(rank):
                 layer.compile(fullgraph=True, dynamic=False)
         results.append(train(model, tokens))
     one, eager, *others = results
-    return difference_of_all(eager, one), *(difference_of_all(other, eager) for other in others)
+    return distance_of_all(eager, one), *(distance_of_all(other, eager) for other in others)
 
 
 def test_a_model_of_two_gpus():

@@ -2,8 +2,20 @@
 
 import pytest
 import torch
-from adapter_oracle import run_adapted, wrap
-from fused_oracle import BFLOAT16_DB, FLOAT32_DB, check, check_equal, exact, gelu, is_fused, linears, swiglu, tokens
+from adapter_oracle import wrap
+from fused_oracle import (
+    BFLOAT16_DB,
+    FLOAT32_DB,
+    check,
+    check_equal,
+    exact,
+    gelu,
+    is_fused,
+    linears,
+    run,
+    swiglu,
+    tokens,
+)
 from operation_counts import operations
 from torch import Tensor, nn
 
@@ -16,10 +28,10 @@ BLOCKS = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def adapted(build, kind: str, without: str = "", recipe: str = "rowwise", dtype: torch.dtype = torch.float32):
+def adapted(build, kind: str, without: str = "", dtype: torch.dtype = torch.float32):
     torch.manual_seed(0)
     block = build(kind).to(dtype)
-    octavo.convert(block, recipe)
+    octavo.convert(block)
     return wrap(block, without)
 
 
@@ -32,14 +44,14 @@ def test_outputs_and_gradients_are_the_formulas_of_their_bytes(build, kind: str,
     block = adapted(build, kind, without)
     x, residual = inputs(kind)
     assert is_fused(block, x)
-    check(exact(block, x, residual, torch.float32), run_adapted(block, x, residual), FLOAT32_DB)
+    check(exact(block, x, residual, torch.float32), run(block, block, x, residual), FLOAT32_DB)
 
 
 @pytest.mark.parametrize("build", [linears, swiglu])
 def test_adapters_in_float32_around_layers_in_bf16_compute_in_bf16(build) -> None:
     block = adapted(build, "rms", dtype=torch.bfloat16)
     x, residual = inputs("rms", torch.bfloat16)
-    actual = run_adapted(block, x, residual)
+    actual = run(block, block, x, residual)
     assert {t.dtype for name, t in actual.items() if name.endswith((".a", ".b"))} == {torch.float32}
     check(exact(block, x, residual, torch.bfloat16), actual, BFLOAT16_DB - 10)  # bytes of h fall either way
 
@@ -48,9 +60,9 @@ def test_adapters_in_float32_around_layers_in_bf16_compute_in_bf16(build) -> Non
 def test_compiled_equals_eager_in_one_graph(build, kind: str, without: str) -> None:
     block = adapted(build, kind, without)
     x, residual = inputs(kind)
-    eager = run_adapted(block, x, residual)
+    eager = run(block, block, x, residual)
     block.compile(fullgraph=True, backend="aot_eager")
-    check_equal(eager, run_adapted(block, x, residual))
+    check_equal(eager, run(block, block, x, residual))
 
 
 def test_there_is_no_gradient_of_a_weight_and_none_below_the_first_adapter() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from adapter_oracle import run_adapted, wrap
+from adapter_oracle import wrap
 from fused_oracle import (
     BUILDERS,
     NEAR_UNQUANTIZED_DB,
@@ -268,7 +268,8 @@ def adapted(build) -> tuple[nn.Module, Tensor, Tensor]:
 def test_adapters_are_the_formulas_of_their_bytes(build, least: float) -> None:
     block, x, residual = adapted(build)
     expected = exact(block, x, residual, torch.bfloat16)
-    actual = run_adapted(block.cuda(), x.cuda(), residual.cuda())
+    block.cuda()
+    actual = run(block, block, x.cuda(), residual.cuda())
     check(expected, {name: t.cpu() for name, t in actual.items()}, least)
 
 
@@ -277,9 +278,9 @@ def test_compiled_adapters_are_near_eager_and_add_in_place(build, least: float) 
     torch.compiler.reset()
     block, x, residual = adapted(build)
     block, x, residual = block.cuda(), x.cuda(), residual.cuda()
-    eager = run_adapted(block, x, residual)
+    eager = run(block, block, x, residual)
     block.compile(fullgraph=True)
-    check(eager, run_adapted(block, x, residual), least)
+    check(eager, run(block, block, x, residual), least)
     y = torch.ones(64, 48, device="cuda", dtype=torch.bfloat16)
     u, b = torch.ones(64, 16, device="cuda", dtype=torch.bfloat16), torch.ones(48, 16, device="cuda").bfloat16()
     torch.compile(octavo.ops.add_product, fullgraph=True)(y, u, b)

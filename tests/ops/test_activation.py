@@ -6,7 +6,7 @@ magnitudes that are added: in 1 + erf(u) for a very negative u, and in a slope t
 
 import pytest
 import torch
-from activation_oracle import KINDS, given, gradient64, gradient_magnitude, h64, h_magnitude, on_the_border
+from activation_oracle import given, gradient64, gradient_magnitude, h64, h_magnitude, on_the_border
 from bits import bits
 from fused_op_examples import CASTS, DTYPES, NEAR, SIZES, assert_nan_in_one_row
 from quantize_oracle import assert_rounds_to, name_of
@@ -18,6 +18,7 @@ from octavo.ops import (
     activation_quantize_scaled,
     activation_scales,
 )
+from octavo.ops.activation import WIDTHS
 
 E4M3 = Cast()
 
@@ -29,7 +30,7 @@ def backward(dh, u, kind, cast=E4M3, h_cast=E4M3, *, biased=False, **scales):
     return activation_backward(dh, u, kind, cast, **ones | scales, h_cast=h_cast, h_scale=h_scale, biased=biased)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 @pytest.mark.parametrize("cast", CASTS, ids=name_of)
@@ -44,7 +45,7 @@ def test_forward(cast, shape, dtype, kind):
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 @pytest.mark.parametrize("cast", CASTS, ids=name_of)
@@ -59,7 +60,7 @@ def test_backward(cast, shape, dtype, kind, biased):
         assert ((actual.dbias - du.sum(0)).abs() <= (size + NEAR * du.abs()).sum(0)).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 @pytest.mark.parametrize("cast", [*CASTS, Cast("int8")], ids=name_of)
@@ -71,7 +72,7 @@ def test_backward_makes_the_bytes_of_forward_again(cast, shape, dtype, kind):
     assert torch.equal(bits(again.scale), bits(first.scale))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDTHS)
 def test_the_bytes_are_made_again_on_the_border_of_two_codes(kind):
     """The order of the roundings, in forward and again, decides which code it is."""
     u = on_the_border(kind)
@@ -144,7 +145,7 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other(kind, column, value):
     assert_nan_in_one_row(actual.du, clean.du, 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDTHS)
 def test_a_gradient_that_is_not_finite_spoils_its_row_and_not_h(kind):
     u, dh, _, _ = given(kind, (17, 130), torch.bfloat16)
     broken = dh.clone()

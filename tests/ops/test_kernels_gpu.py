@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from activation_oracle import FAR, KINDS, on_the_border
+from activation_oracle import FAR, on_the_border
 from bits import assert_same, bits, on_gpu
 from fold_scales_oracle import folded, scales
 from gpu_memory import poison
@@ -34,7 +34,7 @@ from octavo.ops import (
     rotate,
     transpose,
 )
-from octavo.ops.activation import activation_gradient
+from octavo.ops.activation import WIDTHS, activation_gradient
 from octavo.recipe import ROW_W
 
 pytestmark = pytest.mark.gpu
@@ -138,22 +138,22 @@ def test_constant_rows_far_from_zero():
     check_each(examples(torch.tensor(FAR).unsqueeze(1).expand(-1, 130).contiguous(), []), repeats=1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDTHS)
 def test_activations_on_the_border_of_two_codes(kind):
     """Rounding in another order than the reference would give another code here."""
     u = on_the_border(kind)
-    m, f = u.shape[0], u.shape[1] // KINDS[kind]
+    m, f = u.shape[0], u.shape[1] // WIDTHS[kind]
     scale = activation_scales(u.cuda(), kind, Cast())
     factors = torch.ones(1, u.shape[1]), torch.ones(m, 1)
     check("activation_quantize", (u, kind, None, True, ROW))
     check("activation_backward", (torch.ones(m, f), u, kind, ROW, *factors, ROW, scale, True, None))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDTHS)
 @pytest.mark.parametrize("shape", [(17, 130), LARGE], ids=str)
 def test_the_gradient_of_a_bias_is_that_of_float64(shape, kind):
     m, f = shape
-    dh, u = matrix((m, f), torch.bfloat16).cuda(), matrix((m, f * KINDS[kind]), torch.bfloat16).cuda()
+    dh, u = matrix((m, f), torch.bfloat16).cuda(), matrix((m, f * WIDTHS[kind]), torch.bfloat16).cuda()
     scale, ones = activation_scales(u, kind, Cast()), torch.ones(1, u.shape[1], device="cuda")
     given = dh, u, kind, ROW, ones, torch.ones_like(scale), ROW, scale, True, None
     dbias, du = torch.ops.octavo.activation_backward(*given)[3], activation_gradient(dh, u, kind)[0].double()
@@ -182,7 +182,7 @@ def test_large_matrices_again_and_again(seed):
         check("transpose", (quantize(x, Cast(fmt)).data, given, None, None), 1, here=True)
     for center in (False, True):
         check("norm_quantize", (x, x.flip(0), weight, weight if center else None, EPS, ROW, center, True), 1)
-    for kind, width in KINDS.items():
+    for kind, width in WIDTHS.items():
         u, dh = x[:2048], x[2048:4096, : 4096 // width]
         scale = activation_scales(u, kind, Cast())
         check("activation_quantize", (u, kind, None, True, ROW), 1)

@@ -8,7 +8,8 @@ from fused_op_examples import NEAR
 from quantize_oracle import matrix
 from torch import Tensor
 
-KINDS = {"swiglu": 2, "geglu": 2, "gelu": 1}  # columns of u for each column of h
+from octavo.ops.activation import WIDTHS
+
 EITHER_ZERO = 1e-280  # a product of zero and gelu(gate) has no certain sign where float32 rounds gelu(gate) to zero
 UNDERFLOW = 2e-35  # the error of the reference's sigmoid where the true one is smaller
 
@@ -17,7 +18,7 @@ UNDERFLOW = 2e-35  # the error of the reference's sigmoid where the true one is 
 def given(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """u, dh, column_scale and row_scale for h of this shape. Cached: no test writes into them."""
     m, f = shape
-    u = matrix((m, f * KINDS[kind]), dtype)
+    u = matrix((m, f * WIDTHS[kind]), dtype)
     dh = (torch.randn(m, f) * torch.exp2(torch.randint(-20, 5, (m, 1)))).to(dtype)
     return u, dh, torch.rand(1, u.shape[1]) + 0.01, 1 + torch.rand(m, 1)
 
@@ -75,7 +76,7 @@ def gradient_magnitude(dh: Tensor, u: Tensor, kind: str) -> Tensor:
 
 def on_the_border(kind: str) -> Tensor:
     """u of 4096 rows of two: the first h is 17/448 of the second, midway between two codes of E4M3, 16 and 18."""
-    first = torch.rand(4096, KINDS[kind]) * 5 + 0.5
+    first = torch.rand(4096, WIDTHS[kind]) * 5 + 0.5
     largest = h64(first.double(), kind).float() * 448 / 17
     if kind == "gelu":
         return torch.cat((first, largest), 1)  # beyond 6, gelu(u) is u

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from fused_oracle import Block, Tensors, output_gradients
+from fused_oracle import Block
 from packed_layers import TOKENS, worst_row
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ class Wrapped(AdaptedLayer):
         self.base_layer, self.on = base, on
         generator = torch.Generator().manual_seed(base.out_features)
         self.a, self.b = (
-            nn.Parameter(torch.randn(shape, generator=generator) * 0.3)
+            nn.Parameter(torch.randn(shape, generator=generator) * 0.3, requires_grad=on)
             for shape in ((RANK, base.in_features), (base.out_features, RANK))
         )
 
@@ -55,18 +55,6 @@ def wrap(block: Block, without: str = "") -> Block:
         parent, _, leaf = name.rpartition(".")
         setattr(block.get_submodule(parent), leaf, Wrapped(block.get_submodule(name), name != without))
     return block
-
-
-def run_adapted(block: Block, x: Tensor, residual: Tensor | None) -> Tensors:
-    """Outputs, and the gradients of the inputs and of all adapters that are on."""
-    inputs = {"x": x.clone().requires_grad_()}
-    inputs |= {} if residual is None else {"residual": residual.clone().requires_grad_()}
-    outputs = block(*inputs.values())
-    pairs = {name: m for name, m in block.named_modules() if isinstance(m, Wrapped) and m.on}
-    leaves = inputs | {f"{name}.{leaf}": getattr(m, leaf) for name, m in pairs.items() for leaf in "ab"}
-    found = torch.autograd.grad(outputs, list(leaves.values()), output_gradients(outputs))
-    named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
-    return named | {f"d {name}": g for name, g in zip(leaves, found, strict=True)}
 
 
 def check_layers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -141,13 +141,14 @@ def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32, device: str 
 
 
 def run(block, forward, x, residual=None, *, autocast=False):
-    """Outputs and all gradients, by name. The gradients of the outputs are the same in each call."""
+    """Outputs, and the gradients of the inputs and of what is trained, by name. The gradients of the outputs are the
+    same in each call."""
     inputs = {"x": x.clone().requires_grad_()}
     if residual is not None:
         inputs["residual"] = residual.clone().requires_grad_()
     with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
         outputs = forward(*inputs.values())
-    parameters = dict(block.named_parameters())
+    parameters = {name: p for name, p in block.named_parameters() if p.requires_grad}
     leaves = [*inputs.values(), *parameters.values()]
     gradients = torch.autograd.grad(outputs, leaves, output_gradients(outputs))
     named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
@@ -272,8 +273,7 @@ def exact_norm(norm: nn.Module) -> nn.Module:
 
 
 def exact(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
-    """The result of `run`, or of `adapter_oracle.run_adapted`, for a block converted by `rowwise`; `dtype` is that of
-    the layers' outputs."""
+    """The result of `run` for a block converted by `rowwise`; `dtype` is that of the layers' outputs."""
     start, totals = Start(block, x, residual), []
     if block.norm is not None:
         totals = [start.total]

@@ -27,6 +27,7 @@ from octavo.ops import (
     quantize_matrices,
     sort_by_expert,
 )
+from octavo.ops.activation import WIDTHS
 from octavo.ops.gemm import operands_of
 from octavo.ops.registration import Operation
 from octavo.ops.softmax_loss import IGNORED
@@ -41,7 +42,6 @@ OPERATIONS = {operation.name: operation for operation in FOUND}
 CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
 FUSED = [Cast(), Cast("e5m2", scale="pow2")]
 INT8 = Cast("int8")
-KINDS = {"gelu": 1, "swiglu": 2, "geglu": 2}  # columns of u for each column of h
 ROW = Cast().spec
 SEED = torch.tensor(0x0123456789ABCDEF)
 
@@ -97,7 +97,7 @@ def norms(x: Tensor) -> Iterator[Example]:
 def activations(x: Tensor) -> Iterator[Example]:
     m, k = x.shape
     row = torch.rand(m, 1) + 0.1
-    for (kind, width), cast in product(KINDS.items(), (*FUSED, INT8)):
+    for (kind, width), cast in product(WIDTHS.items(), (*FUSED, INT8)):
         u, factor = torch.cat((x, x.flip(1)), 1)[:, : width * k], torch.rand(1, width * k)
         scale = activation_scales(u, kind, cast)
         for given, stored in ((None, True), (None, False), (2 * scale, True)):

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
+from attention_oracle import DTYPES
 from torch import Tensor
-
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def tables(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from metrics import distance
 from sharded_states import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,15 +74,10 @@ def train(model: Model, steps: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
     return first
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, relative to that of `expected`."""
-    return float((actual - expected).detach().norm() / expected.detach().norm())
-
-
-def difference_of_all(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """`difference` of all tensors together."""
+def distance_of_all(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """`distance` of all tensors together."""
     assert actual.keys() == expected.keys()
-    return difference(*(torch.cat([t.flatten() for t in side.values()]) for side in (actual, expected)))
+    return distance(*(torch.cat([t.flatten() for t in side.values()]) for side in (actual, expected)))
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa, scattered_signs
 from octavo.ops.dispatch import COLUMNS, runs_experts
 from octavo.ops.quantization import joined, matrices
-from octavo.ops.registration import check_tensor, eager_check
+from octavo.ops.registration import check_tensor
 from octavo.ops.transposition import placed
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
@@ -314,18 +314,16 @@ class GroupedLinear(nn.Module):
 
 def grouped_linear(layer: Any, x: Tensor, w: Tensor, offsets: Tensor, observer: Observer | None = None) -> Tensor:
     """y [M, N] of x [M, K] and w [E, N, K], as `GroupedLinear.forward`, by the recipe of `layer`."""
-    _check_offsets(offsets, w.shape[0])
+    # A traced check would turn a dynamic size into a constant, on which PyTorch 2.11 fails inside an autograd Function:
+    # the fake implementations of the operations check then.
+    if not torch.compiler.is_dynamo_compiling():
+        check_tensor("offsets", offsets, (w.shape[0],), torch.int32)
     dtype = compute_dtype(x)
     if x.numel() == 0:
         return x.to(dtype) @ wide(w)[0].to(dtype).t()
     if layer.recipe is None or not layer.recipe.quantized:
         return plain_grouped_linear(x.to(dtype), wide(w), offsets)
     return multiply_groups(x, w, offsets, grouped_call(layer, x, w, observer=observer), observer)
-
-
-@eager_check
-def _check_offsets(offsets: Tensor, groups: int) -> None:
-    check_tensor("offsets", offsets, (groups,), torch.int32)
 
 
 def grouped_call(

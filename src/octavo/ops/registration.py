@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, partial, wraps
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -195,21 +195,6 @@ def _is_plain(values: tuple[Any, ...]) -> bool:
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def eager_check(check: Callable[..., None]) -> Callable[..., None]:
-    """`check` in eager code, skipped while torch.compile traces: the operation's fake implementation runs it then.
-
-    A traced check turns the dynamic sizes that it compares into constants, on which PyTorch 2.11 fails inside an
-    autograd Function.
-    """
-
-    @wraps(check)
-    def run(*args: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            check(*args)
-
-    return run
 
 
 def check_row_cast(operation: str, cast: Cast) -> None:
