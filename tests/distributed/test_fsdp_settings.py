@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,22 +191,6 @@ def gradients(model: Any, rank: int, accumulated: bool) -> list[Tensor]:
     return whole(p.grad for p in model.parameters())
 
 
-def reduced(rank: int, shape: tuple[int, ...], policy: MixedPrecisionPolicy, accumulated: bool) -> list[Any]:
-    """The units, the gradients with FSDP2's own reduction and in BF16, and the bytes that each way gave away."""
-    names = ("dp_replicate", "dp_shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    own, ours = (sharded(made(), mesh=mesh, mp_policy=policy) for _ in range(2))
-    units = send_bf16_gradients(ours)
-    with Traffic() as sent:
-        found = gradients(ours, rank, accumulated)
-    return [units, numbers(gradients(own, rank, accumulated)), numbers(found), sent.of("alltoall")]
-
-
-def numbers(tensors: list[Tensor]) -> list[np.ndarray]:
-    """As arrays, which outlive the process of a rank."""
-    return [t.numpy() for t in tensors]
-
-
 def exact(world: int) -> list[Tensor]:
     """The mean over the ranks, in float64, of the gradients that each computes in BF16."""
     sums: list[Tensor] = []
@@ -220,28 +203,35 @@ def exact(world: int) -> list[Tensor]:
     return sums
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=["2 ranks", "4 ranks", "hsdp"])
-def test_sums_are_those_of_the_reduction_in_fp32(shape: tuple[int, ...]) -> None:
-    world = torch.Size(shape).numel()
+def reduced(
+    rank: int, shape: tuple[int, ...], policy: MixedPrecisionPolicy = BF16, accumulated: bool = False
+) -> tuple[list[Tensor], list[int]]:
+    """The gradients, which are those of FSDP2's own reduction, and the bytes of BF16 that a rank gave away."""
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    own, ours = (sharded(made(), mesh=mesh, mp_policy=policy) for _ in range(2))
+    assert send_bf16_gradients(ours) == 2  # the model has no parameters of its own
+    with Traffic() as sent:
+        found = gradients(ours, rank, accumulated)
+    assert equal(found, gradients(own, rank, accumulated))
+    return found, sent.of("alltoall")
+
+
+def in_bf16(rank: int, *shape: int) -> None:
+    """The sums are exact but for float32, of two bytes an element."""
+    found, sent = reduced(rank, shape)
+    for grad, sums in zip(found, exact(dist.get_world_size()), strict=True):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad.double(), sums, rtol=1e-6, atol=1e-9)
     padded = [16 * -(-37 // shape[-1]) + -(-37 // shape[-1]), 37 * -(-5 // shape[-1]) + -(-5 // shape[-1])]
-    for units, own, ours, sent in run_ranks(world, reduced, shape, BF16, False):
-        assert units == 2  # the model has no parameters of its own
-        for a, b, c in zip(ours, own, exact(world), strict=True):
-            assert a.dtype == np.float32
-            assert np.array_equal(a, b)
-            np.testing.assert_allclose(a, c.numpy(), rtol=1e-6, atol=1e-9)
-        assert sorted(sent) == sorted(2 * shape[-1] * part for part in padded)  # two bytes an element
+    assert sorted(sent) == sorted(2 * shape[-1] * part for part in padded)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("policy", "accumulated"), [(WIDE, False), (BF16, True)], ids=["fp32 weights", "accumulated"])
-def test_gradients_in_fp32_are_not_rounded(policy: MixedPrecisionPolicy, accumulated: bool) -> None:
-    for units, own, ours, sent in run_ranks(2, reduced, (2,), policy, accumulated):
-        assert units == 2
-        assert all(map(np.array_equal, own, ours))
-        assert not sent
-        assert any((grad.view(np.uint32) & 0xFFFF).any() for grad in ours)  # more digits than BF16 has
+def in_fp32(rank: int, policy: MixedPrecisionPolicy, accumulated: bool) -> None:
+    """Gradients that are FP32 already are not rounded."""
+    found, sent = reduced(rank, (2,), policy, accumulated)
+    assert not sent
+    assert any((grad.view(torch.int32) & 0xFFFF).any() for grad in found)  # more digits than BF16 has
 
 
 def trained(rank: int) -> None:
@@ -262,9 +252,15 @@ def unchanged(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "check"), [(2, trained), (1, unchanged), (2, unchanged)])
-def test_ranks_that_send_bf16_gradients(world: int, check: Callable[[int], None]) -> None:
-    run_ranks(world, check)
+@pytest.mark.parametrize(
+    ("world", "check", "options"),
+    [
+        (2, in_bf16, (2,)), (4, in_bf16, (4,)), (4, in_bf16, (2, 2)), (2, in_fp32, (WIDE, False)),
+        (2, in_fp32, (BF16, True)), (2, trained, ()), (1, unchanged, ()), (2, unchanged, ()),
+    ],
+)  # fmt: skip
+def test_ranks_that_send_bf16_gradients(world: int, check: Callable[..., None], options: tuple[Any, ...]) -> None:
+    run_ranks(world, check, *options)
 
 
 def test_a_model_without_units_is_refused() -> None:

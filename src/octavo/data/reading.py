@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
+from rich.filesize import decimal
+
 from octavo.data.chat import ChatTemplate
 from octavo.util import import_extra, plural, reading
 
@@ -76,7 +78,7 @@ class ReadReport:
         sources = " and ".join(named) or files
         if self.datasets or self.documents != len(self.files):
             sources = f"{plural(self.documents, 'document')} from {sources}"
-        said = f"read {sources} ({show_size(self.size)})"
+        said = f"read {sources} ({decimal(self.size)})"
         if self.skipped:
             reasons = []
             for reason, each in self.skipped.items():
@@ -92,7 +94,7 @@ class ReadReport:
         share = lost / max(lost + self.size, 1)
         if share >= _SUBSTANTIAL:
             advice = ": convert the files that are not UTF-8" if "not UTF-8" in self.skipped else ""
-            found.append(f"warning: {share:.0%} of the bytes were skipped ({show_size(lost)}){advice}")
+            found.append(f"warning: {share:.0%} of the bytes were skipped ({decimal(lost)}){advice}")
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,14 +107,6 @@ class ReadReport:
             "skipped": {reason: asdict(each) for reason, each in self.skipped.items()},
             "fields_not_read": sorted(self.fields),
         }
-
-
-def show_size(size: int) -> str:
-    """A number of bytes with its unit: 512 bytes, 3.4 kB, 3.4 MB, 3.4 GB."""
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if size >= 10**power:
-            return f"{size / 10**power:.1f} {unit}"
-    return plural(size, "byte")
 
 
 @dataclass(frozen=True, eq=False)

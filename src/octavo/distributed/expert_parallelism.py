@@ -17,6 +17,7 @@ Source: GShard (arXiv:2006.16668), without a capacity: no token is dropped.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from octavo.distributed.ranks import check_mesh
+from octavo.distributed.ranks import check_mesh, exchanged
 from octavo.nn import Experts
 from octavo.nn.conversion import find_experts, to_fp8_experts
 from octavo.nn.experts import gather_rows, scatter_rows
@@ -94,12 +95,14 @@ class ExpertExchange:
         dist.all_to_all_single(received, sent, group=self.group)
         send, receive = sent.sum(1).tolist(), received.sum(1).tolist()  # the host waits
         rows = gather_rows(x, slot, row)[: sum(send)]
-        mine: Tensor = _Exchange.apply(rows, send, receive, self.group)  # type: ignore[no-untyped-call]
+        to_experts = partial(_exchange, send=send, receive=receive, group=self.group)
+        to_tokens = partial(_exchange, send=receive, receive=send, group=self.group)
+        mine = exchanged(rows, to_experts, to_tokens)
         numbers = torch.arange(received.shape[1], device=x.device).repeat(self.size)
         expert = torch.repeat_interleave(numbers, received.flatten(), output_size=sum(receive))
         ones = torch.ones(len(expert), 1, device=x.device)
         y = module.compute(mine, expert.unsqueeze(1), ones, w_in, w_out)
-        back: Tensor = _Exchange.apply(y, receive, send, self.group)  # type: ignore[no-untyped-call]
+        back = exchanged(y, to_tokens, to_experts)
         unsent = back.new_zeros(len(slot) - len(back), back.shape[1])  # slots of no expert
         return (scatter_rows(torch.cat([back, unsent]), slot, row).float() * weight.float().unsqueeze(2)).sum(1).to(y)
 
@@ -107,35 +110,12 @@ class ExpertExchange:
 def _local(parameter: Any, ranks: int) -> Tensor:
     """This rank's experts; the gradient is divided by the number of ranks."""
     assert isinstance(parameter, DTensor)
-    return _Divided.apply(parameter.to_local(grad_placements=[Shard(0)]), ranks)  # type: ignore[no-untyped-call]
-
-
-class _Divided(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return w.view_as(w)
-
-    @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
-        return dw / ctx.ranks, None
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows [M, K] to other ranks and from them. The gradient takes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way = send, receive, group
-        return _exchange(rows, send, receive, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        send, receive, group = ctx.way
-        return _exchange(gradient, receive, send, group), None, None, None
+    own = parameter.to_local(grad_placements=[Shard(0)])
+    return exchanged(own, lambda w: w.view_as(w), lambda dw: dw / ranks)
 
 
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows [M, K] to other ranks and from them."""
     result = rows.new_empty(sum(receive), rows.shape[1])
     # as bytes, since gloo lacks BF16
     dist.all_to_all_single(result.view(torch.uint8), rows.contiguous().view(torch.uint8), receive, send, group=group)

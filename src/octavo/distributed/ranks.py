@@ -4,8 +4,9 @@ The collectives are PyTorch's functional ones, which torch.compile traces. `gath
 exchange: the GPU computes on until `done` waits for the result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Self
 
@@ -82,6 +83,14 @@ class Ranks:
     def done(self, t: Tensor) -> Tensor:
         """The result of an exchange, once it has arrived."""
         return collectives.wait_tensor(t)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The result of `gather` of x [T / size, K]."""
+        return self.done(self.gather(x)[0]) if self.sequence else x.view_as(x)
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The result of `scatter`."""
+        return self.done(self.scatter(y))
 
     def largest(self, scales: Tensor) -> Tensor:
         """The largest of the ranks' scales, positive float32 or NaN, element by element; NaN is the largest."""
@@ -215,55 +224,43 @@ def _final(part: Shards, scale: Tensor, shared: Tensor) -> Tensor:
     return torch.where(scale.isnan(), scale, ceil_power_of_two(floored) if cast.power_of_two else floored)
 
 
-# ---- The exchanges of tensor parallelism in high precision, differentiable: for layers whose recipe is not `rowwise`.
-#
-# The backward pass of `gather_rows` is the exchange of `scatter_rows`, and the other way round.
+# ---- Exchanges whose gradient takes the way back: those of experts, and of tensor parallelism in high precision, for
+# layers whose recipe is not `rowwise`.
+
+
+Way = Callable[[Tensor], Tensor]
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return way(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy), None, None
+
+
+def exchanged(x: Tensor, way: Way, back: Way) -> Tensor:
+    """way(x), whose gradient is back(dy)."""
+    return _Exchanged.apply(x, way, back)  # type: ignore[no-untyped-call]
 
 
 def gather_rows(x: Tensor, ranks: Ranks) -> Tensor:
     """[..., T, K] of this rank's rows x [..., T / R, K]. Without sequence parallelism, x itself."""
-    rows: Tensor = _Gather.apply(x.reshape(-1, x.shape[-1]), ranks)  # type: ignore[no-untyped-call]
-    return ranks.by_sequence(rows, x.shape[:-2])
+    return ranks.by_sequence(exchanged(x.reshape(-1, x.shape[-1]), ranks.gathered, ranks.summed), x.shape[:-2])
 
 
 def scatter_rows(y: Tensor, ranks: Ranks) -> Tensor:
     """This rank's rows [T / R, N] of the sum of the ranks' y [T, N], rows in the order of the ranks."""
-    return _Scatter.apply(y, ranks)  # type: ignore[no-untyped-call]
+    return exchanged(y, ranks.summed, ranks.gathered)
 
 
 def own_rows(x: Tensor, ranks: Ranks) -> Tensor:
     """This rank's rows [..., T / R, K] of x [..., T, K], which each rank has whole."""
-    return _Own.apply(x, ranks)  # type: ignore[no-untyped-call]
 
-
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
+    def own(x: Tensor) -> Tensor:
         return ranks.own(ranks.by_rank(x)).reshape(*x.shape[:-2], -1, x.shape[-1]).clone()
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return gather_rows(dy, ctx.ranks), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.done(ranks.gather(x)[0]) if ranks.sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.done(ctx.ranks.scatter(dy)), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.done(ranks.scatter(y))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.done(ctx.ranks.gather(dy)[0]) if ctx.ranks.sequence else dy, None
+    return exchanged(x, own, partial(gather_rows, ranks=ranks))

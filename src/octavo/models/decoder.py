@@ -71,6 +71,12 @@ def read_sizes(hf: Mapping[str, Any], kind: str, *names: str) -> dict[str, Any]:
     return {name: hf[field] for field, name in fields.items()}
 
 
+def write_sizes(config: Any, *names: str) -> dict[str, Any]:
+    """The fields of config.json for the sizes of these names, and those that all our models have."""
+    fields = {field: getattr(config, name) for field, name in _FIELDS.items() if name in names}
+    return fields | {"tie_word_embeddings": config.tied, "bos_token_id": None, "eos_token_id": None}
+
+
 def check_features(hf: Mapping[str, Any], kind: str, supported: Mapping[str, Any], **absent: Any) -> None:
     """Raise a ValueError unless each field has the value that `kind` supports. Without the field this is the value, or
     the one in `absent`."""

@@ -15,11 +15,12 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention, check_features, read_sizes
+from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention, check_features, read_sizes, write_sizes
 from octavo.nn import GELU, NormLinear
 from octavo.nn.attention_layers import GradientScales
 
 ARCHITECTURE = "OPTForCausalLM"
+SIZES = ("vocabulary", "layers", "width", "heads", "context")
 POSITION_OFFSET = 2  # rows that OPT's position table has before position 0
 
 
@@ -41,7 +42,7 @@ class GPT2Config:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.vocabulary, self.layers, self.width, self.heads, self.context) < 1:
+        if min(getattr(self, name) for name in SIZES) < 1:
             raise ValueError(f"every size of a GPT-2 must be at least 1, got {self}")
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads, got width={self.width}, heads={self.heads}")
@@ -52,15 +53,9 @@ class GPT2Config:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json, as OPT; the caller adds the dtype and the tokenizer's special tokens."""
-        return {
+        return write_sizes(self, *SIZES) | {
             "architectures": [ARCHITECTURE],
             "model_type": "opt",
-            "vocab_size": self.vocabulary,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "max_position_embeddings": self.context,
-            "tie_word_embeddings": self.tied,
-            "hidden_size": self.width,
             "word_embed_proj_dim": self.width,
             "ffn_dim": self.mlp_width,
             "activation_function": "gelu",
@@ -70,8 +65,6 @@ class GPT2Config:
             "dropout": self.dropout,
             "attention_dropout": self.dropout,
             "layerdrop": 0.0,
-            "bos_token_id": None,
-            "eos_token_id": None,
             "pad_token_id": None,
         }
 
@@ -80,7 +73,7 @@ class GPT2Config:
         """Read the fields of an OPT config.json. An absent field has transformers' default; dropout is not read. Raises
         a ValueError for a missing size, and for a feature that is missing here: other activations than gelu (OPT's own
         models use relu), post-norm, projected embeddings, other MLP widths than 4 * width."""
-        sizes = read_sizes(hf, "an OPT", "vocabulary", "layers", "width", "heads", "context")
+        sizes = read_sizes(hf, "an OPT", *SIZES)
         config = cls(**sizes, tied=hf.get("tie_word_embeddings", True), bias=hf.get("enable_bias", True))
         supported = {
             "activation_function": "gelu", "do_layer_norm_before": True, "_remove_final_layer_norm": False,

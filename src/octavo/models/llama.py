@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention, check_features, read_sizes
+from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention, check_features, read_sizes, write_sizes
 from octavo.nn import NormLinear, SwiGLU
 from octavo.nn.attention_layers import GradientScales
 
 ARCHITECTURE = "LlamaForCausalLM"
+SIZES = ("vocabulary", "layers", "width", "heads", "mlp_width", "context")
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class LlamaConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes = (self.vocabulary, self.layers, self.width, self.heads, self.kv_heads, self.mlp_width, self.context)
-        if min(sizes) < 1:
+        if min(getattr(self, name) for name in (*SIZES, "kv_heads")) < 1:
             raise ValueError(f"every size of a Llama must be at least 1, got {self}")
         if self.width % (2 * self.heads):
             raise ValueError(f"width must be an even multiple of heads, got width={self.width}, heads={self.heads}")
@@ -56,18 +56,11 @@ class LlamaConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of config.json; the caller adds the dtype and the tokenizer's special tokens."""
-        return {
+        return write_sizes(self, *SIZES) | {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
-            "vocab_size": self.vocabulary,
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.width,
-            "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "intermediate_size": self.mlp_width,
-            "max_position_embeddings": self.context,
-            "tie_word_embeddings": self.tied,
             # transformers 5 reads the first, version 4 only the second: without it, it would silently take 10000.
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "rope_theta": self.rope_theta,
@@ -76,8 +69,6 @@ class LlamaConfig:
             "attention_bias": False,
             "mlp_bias": False,
             "attention_dropout": self.dropout,
-            "bos_token_id": None,
-            "eos_token_id": None,
         }
 
     @classmethod
@@ -85,7 +76,7 @@ class LlamaConfig:
         """Read the fields of a Llama config.json. An absent field has transformers' default; dropout is not read.
         Raises a ValueError for a missing size, and for a feature that this implementation lacks: RoPE scaling, biases,
         an activation other than silu, a head_dim other than width / heads."""
-        sizes = read_sizes(hf, "a Llama", "vocabulary", "layers", "width", "heads", "mlp_width", "context")
+        sizes = read_sizes(hf, "a Llama", *SIZES)
         config = cls(
             **sizes,
             kv_heads=hf.get("num_key_value_heads") or sizes["heads"],

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
 
 from octavo.checkpoint.dcp_writer import SafetensorsWriter
@@ -378,10 +378,9 @@ class CheckpointWriter:
         metadata = {WEIGHTS: weights, ADAPTERS: weights, "optimizer": ours, "state": ours}
         try:
             with SafetensorsWriter(target, texts, metadata) as writer:
-                if self._group is None:
-                    _save_alone(tensors, self._copy, writer)
-                else:
-                    save(tensors, storage_writer=writer, planner=self._copy, process_group=self._group)
+                # `save` would warn in a single process that there are no others.
+                alone = self._group is None
+                _save_state_dict(tensors, writer, self._group, no_dist=alone, planner=self._copy)
         except CheckpointException as error:
             raise _readable(error, target) from error
         if rank() == 0:
@@ -405,18 +404,8 @@ class _Background(threading.Thread):
             self.error = error
 
 
-def _save_alone(tensors: dict[str, Tensor], planner: DefaultSavePlanner, writer: SafetensorsWriter) -> None:
-    """The steps of `torch.distributed.checkpoint.save` in a single process, where it warns that there are no others."""
-    planner.set_up_planner(tensors, None, True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    [plan] = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [results])
-
-
 def _readable(error: CheckpointException, target: Path) -> Exception:
-    """The first failure of a rank, as the writer of a single process raises it."""
+    """The first failure of a rank."""
     cause = next(iter(error.failures.values()))[0]
     if isinstance(cause, WriteError):
         return cause
