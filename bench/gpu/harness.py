@@ -353,6 +353,12 @@ def built(makes: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[
     return {name: runner for name, (runner, _) in there.items()}, {name: peak for name, (_, peak) in there.items()}
 
 
+def checked(base: str, runners: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The SQNR of each tensor that the step of each other runner returns, against those of `base`."""
+    exact = runners[base].step()
+    return {name: each_decibels(exact, runner.step()) for name, runner in runners.items() if name != base}
+
+
 def kernels_of(step: Step, steps: int = 3) -> list[tuple[str, int, float]]:
     """Each kernel of a step on the GPU, the longest first: its name, its calls and its milliseconds."""
     if DEVICE == "cpu":

@@ -181,11 +181,8 @@ def gemms(shape: Shape) -> dict[str, float]:
 
 def measure(shape: Shape) -> dict[str, Any]:
     modes, _ = harness.built({mode: partial(Runner, mode, shape) for mode in MODES})
-    exact = modes["bf16"].step()
     of = ("y", "dx", *(f"d{name}" for name in Experts.matrices))
-    others = [mode for mode in modes if mode != "bf16"]
-    db = {mode: dict(zip(of, map(harness.decibels, exact, modes[mode].step()), strict=True)) for mode in others}
-    del exact
+    db = {mode: dict(zip(of, found, strict=True)) for mode, found in harness.checked("bf16", modes).items()}
     result = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape), "db": db, "gemm_tflops": gemms(shape)}
     times = harness.interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=15, repeat=3)
     result |= {"rounds": times, "ms": harness.medians(times)}

@@ -23,7 +23,7 @@ import copy
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -195,11 +195,9 @@ def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int =
     on_gpu = [name for name in distinct if "emulated" not in implementations(name, device).values()]
     chosen = on_gpu if DEVICE == "cuda" else distinct
     runners, peaks = harness.built({name: partial(passes_of, name, config, tokens) for name in chosen})
-    exact = runners[BASE].step()
-    steps: dict[str, Callable[[], Any]] = {name: runner.step for name, runner in runners.items()}
-    rows: dict[str, Result] = {}
-    for name, step in steps.items():
-        rows[name] = {"sqnr": harness.each_decibels(exact, step())} if name != BASE else {}
+    rows: dict[str, Result] = {BASE: {}}
+    rows |= {name: {"sqnr": found} for name, found in harness.checked(BASE, runners).items()}
+    steps = {name: runner.step for name, runner in runners.items()}
     times = harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1)
     for name, row in harness.rows_of(times, BASE).items():
         rows[name] |= row | {"peak_bytes": peaks[name]}

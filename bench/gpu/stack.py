@@ -66,12 +66,6 @@ class Runner(harness.Passes):
             self.after = octavo.scales.update_scales
 
 
-def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
-    """SQNR of each mode's output and gradient against BF16, compiled; a wrong one ends the benchmark."""
-    exact = runners[BASE].step()
-    return {name: harness.each_decibels(exact, runner.step()) for name, runner in runners.items() if name != BASE}
-
-
 def categories(step: Callable[[], object]) -> dict[str, Any]:
     """Milliseconds a step of GEMMs, attention and the rest, by the names of the kernels; and the longest kernels."""
     sums, found = {"gemm": 0.0, "attention": 0.0, "rest": 0.0}, harness.kernels_of(step)
@@ -115,7 +109,7 @@ def main(_: Options) -> Results:
     missing = tuple(start for start, package in needs.items() if not record.installed(package))
     modes = [name for name in MODES if not name.startswith(missing)]
     runners, peaks = harness.built({name: partial(Runner, name) for name in modes})
-    checks = check(runners)
+    checks = harness.checked(BASE, runners)  # of the output and the input's gradient
     steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
     steps[FUSED_GRAPH] = harness.Captured(runners[FUSED].step)
     times = harness.interleaved(steps, rounds=6, repeat=4, warmup=1)
