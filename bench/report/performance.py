@@ -7,9 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.modes import BASE, EAGER, FP8_CACHE, FUSED, HOOKED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
+from bench.gpu.modes import BASE, FP8_CACHE, FUSED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
 from bench.report import loss, training
-from bench.report.filler import Result, Row, ratio, spread
+from bench.report.filler import Result, Row, spread
 from octavo.nn.only_if_faster import SHIPPED
 from octavo.rates.measured import Measurement, Table
 
@@ -18,17 +18,10 @@ ONLY_IF_FASTER = 0.98  # of BF16's speed: what a layer aims at that is converted
 GRAPHS = {OCTAVO: SERVE, FP8_CACHE: SERVE_FP8_CACHE, STATIC: BASE}  # the graph, captured by hand, of a way
 SCOPES = {"whole": "`torch.compile(model)`", "block": "`block.compile()` for each block"}
 EXPERTS = {"mixtral": "Mixtral's", "small experts": "small experts"}
-
-Rows = Iterator[Row]
-
-
 # A mode of the stack whose code was replaced after it was measured: the table of recipes has the speed of the new code.
 REPLACED = "ours plain: delayed, compile"
 
-
-def current(stack: Result) -> list[Result]:
-    """The modes of the stack that were measured with the code of today."""
-    return [row for row in stack["modes"] if row["mode"] != REPLACED]
+Rows = Iterator[Row]
 
 
 # --- Generating text -------------------------------------------------------------------------------------------
@@ -51,13 +44,8 @@ def figure(results: dict[str, Result], section: str, way: str, key: str, prompt:
 def graph_share(results: dict[str, Result], batch: int, way: str) -> float | None:
     """The tokens a second of a way over those of its decoding step as a CUDA graph that was captured by hand."""
     rates = results["gpu_generate"].get(f"graphs {batch}", {}).get("tokens_per_second", {})
-    return ratio(figure(results, f"decode {batch}", way, "tokens_per_second"), rates.get(GRAPHS.get(way)))
-
-
-def eager_speed(results: dict[str, Result], batch: int) -> float | None:
-    """The tokens a second of a packed model without CUDA graphs over those of BF16 without them."""
-    section, key = f"decode {batch}", "tokens_per_second"
-    return ratio(figure(results, section, HOOKED, key), figure(results, section, EAGER, key))
+    own, graph = figure(results, f"decode {batch}", way, "tokens_per_second"), rates.get(GRAPHS.get(way))
+    return own / graph if own and graph else None
 
 
 # --- The layer stack -------------------------------------------------------------------------------------------
@@ -122,10 +110,12 @@ def layer_speedups(cells: list[Result], mode: str, other: str) -> list[float]:
     return [speedup(cell, mode, other) for cell in cells if {mode, other} <= cell["rounds"].keys()]
 
 
-def layer_ranges(cells: list[Result]) -> Rows:
-    for mode in dict.fromkeys(mode for cell in cells for mode in cell["rounds"] if mode != "bf16"):
-        found = layer_speedups(cells, mode, "bf16")
-        yield {"mode": mode, "least": min(found), "median": statistics.median(found), "most": max(found)}
+def ranges(speeds: dict[str, list[float]]) -> Rows:
+    """The least, the median and the largest speed of each mode or recipe, and the share of its speeds that gain."""
+    for name, found in speeds.items():
+        share = sum(speed > 1 for speed in found) / len(found)
+        figures = {"least": min(found), "median": statistics.median(found), "most": max(found)}
+        yield {"name": name, "share": share, **figures}
 
 
 def below(values: list[float], bound: float) -> str:
@@ -147,13 +137,10 @@ def layer_sizes() -> list[Measurement]:
     return sorted(grid, key=lambda row: (row.recipe, row.M, row.K, row.N))
 
 
-def size_ranges() -> Rows:
-    """The speeds of each recipe over all sizes, and the share of the sizes that gain."""
-    for recipe in dict.fromkeys(row.recipe for row in layer_sizes()):
-        found = [row.speedup for row in layer_sizes() if row.recipe == recipe]
-        share = sum(speed > 1 for speed in found) / len(found)
-        figures = {"least": min(found), "median": statistics.median(found), "most": max(found)}
-        yield {"recipe": recipe, "share": share, **figures}
+def speeds_by_recipe() -> dict[str, list[float]]:
+    """The speeds of each recipe over all sizes."""
+    recipes = dict.fromkeys(row.recipe for row in layer_sizes())
+    return {recipe: [row.speedup for row in layer_sizes() if row.recipe == recipe] for recipe in recipes}
 
 
 def fastest_bf16(ms: dict[str, float]) -> str:
@@ -224,10 +211,6 @@ def expert_shapes(shapes: dict[str, Result]) -> list[Result]:
     return [{**shapes[key], "experts": name} for key, name in EXPERTS.items()]
 
 
-def serve_medians(results: dict[str, Result], part: str) -> dict[str, float]:
-    return {mode: ms["median"] for mode, ms in results["gpu_serve"][part]["ms"].items()}
-
-
 def scheme_speeds(rows: Iterable[Row]) -> dict[int, dict[str, float]]:
     """BF16's time over the scheme's, of all layers together, by tokens and scheme."""
     times: dict[int, dict[str, float]] = {}
@@ -238,10 +221,6 @@ def scheme_speeds(rows: Iterable[Row]) -> dict[int, dict[str, float]]:
         tokens: {scheme: us["bf16"] / each for scheme, each in us.items() if scheme != "bf16"}
         for tokens, us in times.items()
     }
-
-
-def count(tokens: int) -> str:
-    return f"{tokens:,} token{'s' * (tokens != 1)}"
 
 
 PARITY = """<!-- each parity(results) -->
