@@ -15,15 +15,14 @@ vocabulary of Llama 3. It takes the same steps on random tokens.
     python -m bench.gpu.plan --largest                                about a minute on one
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bench import record
 from bench.gpu import harness
@@ -37,7 +36,7 @@ from octavo.train.config import Config
 from octavo.train.loss import next_token_loss
 from octavo.train.model import make_trained_model
 from octavo.train.optimizer import clip_gradients, make_optimizer
-from octavo.train.processes import Degrees, collect_between_steps, rank, run_in_group, training_console
+from octavo.train.processes import Degrees, collect_between_steps, run_in_group, training_console
 from octavo.train.trainer import start_run
 
 WARM, STRETCHES, STEPS = sized((6, 3, 5), (1, 1, 1))  # steps before the clock starts; then stretches of so many steps
@@ -72,21 +71,26 @@ def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config
     return base.change(recipe=recipe, batch=base.batch * gpus, **{"activation_checkpointing.mode": checkpointing})
 
 
-def measure(config: Config, gpus: int) -> dict[str, Any]:
+def measure(config: Config, gpus: int) -> Row:
     """What the processes of a configuration measure, or the error that ended them."""
+    launch = LaunchConfig(1, 1, gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     with tempfile.TemporaryDirectory() as folder:
-        task, result = Path(folder) / "task.json", Path(folder) / "result.json"
-        task.write_text(json.dumps({"config": config.change(out=f"{folder}/run").to_dict(), "out": str(result)}))
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
-        words = [*launch, "bench.gpu.plan", "--worker", str(task), *sized([], ["--quick"])]
-        code = subprocess.run(words).returncode
-        return json.loads(result.read_text()) if code == 0 else {"error": f"exit code {code}"}
+        try:
+            return elastic_launch(launch, work)(config.change(out=f"{folder}/run"))[0]  # of rank 0
+        except ChildFailedError as error:
+            return {"error": f"exit code {error.get_first_failure()[1].exitcode}"}
 
 
-def work(path: Path) -> None:
-    """Train as `octavo train` does, without saving, and write the peak memory, and the times of steps and kernels."""
-    task = json.loads(path.read_text())
-    trainer = start_run(Config.from_dict(task["config"]), training_console())
+def work(config: Config) -> Row:
+    """`train` in the group of the processes that were launched."""
+    found: Row = {}
+    run_in_group(lambda: found.update(train(config)))
+    return found
+
+
+def train(config: Config) -> Row:
+    """Train as `octavo train` does, without saving: the peak memory, and the times of steps and kernels."""
+    trainer = start_run(config, training_console())
     with trainer.lock, collect_between_steps(), cast_once(trainer.model):
         once(trainer.step, WARM)
         if torch.cuda.is_available():
@@ -95,9 +99,7 @@ def work(path: Path) -> None:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         host = [host_once(trainer.step) / 1e3 for _ in range(STEPS)]
         found: Row = {"peak_bytes": peak, "seconds": seconds, "host_seconds": statistics.median(host)}
-        found["kernels_ms"] = profiled(trainer.step)
-    if rank() == 0:
-        Path(task["out"]).write_text(json.dumps(found))
+        return found | {"kernels_ms": profiled(trainer.step)}
 
 
 def largest_of(config: Config) -> dict[str, Any]:
@@ -142,12 +144,9 @@ def with_plan(row: Row) -> Row:
     return row | {"planned": figures | {"host_seconds": time.host}, "errors": errors}
 
 
-@benchmark(model="8b", only=int, missing=False, largest=False, worker=Path)
+@benchmark(model="8b", only=int, missing=False, largest=False)
 def main(options: Options) -> Results:
-    """--only: the configurations on so many GPUs. --worker: train the configuration in this file."""
-    if options.worker:
-        run_in_group(lambda: work(options.worker))
-        return
+    """--only: the configurations on so many GPUs."""
     if options.largest:
         found = {}
         for recipe in ("bf16", "rowwise"):
