@@ -28,7 +28,7 @@ COMMANDS = [
     "-m bench.gpu.layer",
     "-m bench.gpu.moe",
     "-m bench.gpu.generate --folder {out}/models" + ("" if GPU else " --only prompt,rows"),
-    "-m bench.gpu.start --folder {out}/models",
+    "-m bench.gpu.generate --folder {out}/models --only start",
     *(f"-m bench.gpu.vision --only {part}" for part in ("blocks", "whole", "compile")),
     "-m bench.gpu.lora",
     "-m bench.gpu.whole_step",
