@@ -47,7 +47,6 @@ COMMANDS = [
     f"{TORCHRUN} bench.gpu.tensor_parallel --only octavo",
 ]
 COMMANDS_OF_A_GPU = [
-    "-m bench.gpu.grouped_rows",
     "-m bench.gpu.serve --only serve",
     "-m bench.gpu.serve --only kv-cache",
     "-m bench.gpu.linears",
