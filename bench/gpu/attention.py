@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu import llama
-from bench.gpu.harness import DEVICE, Captured, Options, Results, benchmark, decibels, interleaved, medians, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, decibels, interleaved, medians, show, sized
 from bench.gpu.serve import prefill_fp8_attention
 from octavo.inference.kv_cache import fp8_prompt_attention
 from octavo.nn.attention_layers import GradientScales, attend_fp8, quantize_heads
@@ -44,7 +44,7 @@ def measure(tokens: int, dim: int = DIM) -> dict[str, Any]:
     cell["db"] = {name: quality(*run(), q, k, v, dy) for name, run in passes["both"].items()}
     repeat = max(2, min(20, 200_000_000 // tokens**2))
     for which, steps in passes.items():
-        times = interleaved({name: Captured(step) for name, step in steps.items()}, rounds=10, repeat=repeat)
+        times = interleaved({name: captured(step) for name, step in steps.items()}, rounds=10, repeat=repeat)
         cell[which] = {"rounds": times, "ms": medians(times)}
     return cell
 

@@ -68,11 +68,6 @@ Result = dict[str, Any]
 # --- The models ------------------------------------------------------------------------------------------------
 
 
-def folder_of(layers: int) -> Path:
-    """The folder of the model of so many layers, by default."""
-    return Path(tempfile.gettempdir()) / f"octavo-generate-{sized('', 'quick-')}{layers}"
-
-
 def make_folders(shape: LlamaConfig, folder: Path) -> tuple[Path, Path]:
     """The model in BF16 as a Hugging Face folder, and packed by the command."""
     wide, packed = folder / "bf16", folder / "packed"
@@ -345,7 +340,8 @@ def start(folder: Path, way: str) -> dict[str, float]:
 
 @benchmark(layers=llama.CONFIG.layers, batches=sized("1,16,64", "1,2"), rounds=3, only="", folder=Path)
 def main(options: Options) -> Results:
-    bench = Bench(replace(llama.CONFIG, layers=options.layers), options.folder or folder_of(options.layers))
+    folder = options.folder or Path(tempfile.gettempdir()) / f"octavo-generate-{sized('', 'quick-')}{options.layers}"
+    bench = Bench(replace(llama.CONFIG, layers=options.layers), folder)
     batches = [int(batch) for batch in options.batches.split(",")]
     named: dict[str, Callable[[], Any]] = {"prompt": bench.prompt}
     named |= {f"decode {batch}": partial(bench.decode, batch, options.rounds) for batch in batches}

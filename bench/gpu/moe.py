@@ -236,7 +236,7 @@ def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens:
         weight, index = torch.topk(torch.rand(tokens, shape.experts).softmax(-1), shape.top_k, -1)
     steps: dict[str, Callable[[], Tensor]] = {name: partial(way, x, index, weight) for name, way in ways.items()}
     if kind == "decode":
-        steps = {name: harness.Captured(step) for name, step in steps.items()}
+        steps = {name: harness.captured(step) for name, step in steps.items()}
     found = harness.turns("bf16", steps, rounds=15, repeat=10 if tokens <= 512 else 3, least=LEAST_DB)
     cell = {"tokens": tokens, "kind": kind, "db": found["sqnr"], "ms": found["ms"]}
     show(shape, cell)

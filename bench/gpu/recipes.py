@@ -22,6 +22,7 @@ GPU. A step includes the cast of the weights, and the update of delayed scaling.
 import copy
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -207,18 +208,11 @@ def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int =
 
 
 def equal_work(names: Sequence[str]) -> dict[str, str]:
-    """The first recipe of those that do the same work, for each of `names` but the control."""
+    """The first recipe of those that do the same work, for each of `names` but the control. Margins of delayed scaling
+    change the scales and not the work."""
+    recipes = {name: replace(recipe_of(name), name="").to_json() for name in names if name != CONTROL}
     first: dict[str, str] = {}
-    return {name: first.setdefault(work_of(name), name) for name in names if name != CONTROL}
-
-
-def work_of(name: str) -> str:
-    """The recipe without its name and its margins, which change the scales and not the work."""
-    return str(without(recipe_of(name).to_dict() | {"name": ""}, "margin"))
-
-
-def without(values: Any, key: str) -> Any:
-    return {k: without(v, key) for k, v in values.items() if k != key} if isinstance(values, dict) else values
+    return {name: first.setdefault(re.sub(r'"margin": [^,}]*', "", text), name) for name, text in recipes.items()}
 
 
 @benchmark(cpu=False, recipes=",".join(VARIANTS), out=Path("runs/recipes"), only=PARTS, merge=Path)

@@ -111,7 +111,7 @@ def main(_: Options) -> Results:
     runners, peaks = harness.built({name: partial(Runner, name) for name in modes})
     checks = harness.checked(BASE, runners)  # of the output and the input's gradient
     steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
-    steps[FUSED_GRAPH] = harness.Captured(runners[FUSED].step)
+    steps[FUSED_GRAPH] = harness.captured(runners[FUSED].step)
     times = harness.interleaved(steps, rounds=6, repeat=4, warmup=1)
     gb = {name: peak / 1e9 for name, peak in peaks.items()}
     rows = [{"mode": name, **row, "peak_gb": gb.get(name)} for name, row in harness.rows_of(times, BASE).items()]

@@ -114,7 +114,7 @@ def test_wrong_results_end_a_benchmark(capsys: pytest.CaptureFixture[str], monke
     with pytest.raises(AssertionError, match="rotate: .* bytes are not the reference's"):
         kernels.check(rotate)
     with pytest.raises(AssertionError):
-        harness.against("base", {"base": lambda: torch.ones(4), "other": lambda: -torch.ones(4)})
+        harness.turns("base", {"base": lambda: torch.ones(4), "other": lambda: -torch.ones(4)}, rounds=1, repeat=1)
     assert harness.made("a mode", lambda: 1 // 0) is None  # a mode that does not run is left out
     assert "a mode: ZeroDivisionError" in capsys.readouterr().out
 

@@ -139,7 +139,11 @@ def make_model(mode: str, config: Config, device: torch.device, *, normed: bool 
     The weights are drawn from torch's seed. A Llama is `normed` or Octavo's own. The model of a mode with ` + FP8 head`
     returns the inputs of its head, whose weight is that of the embedding: `linear_cross_entropy` computes the loss.
     """
-    model = normed_llama(config) if normed and config.model == "llama" else build(config, padded(config), Path())
+    if normed and config.model == "llama":
+        sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context", "tied")}
+        model: nn.Module = NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes))
+    else:
+        model = build(config, padded(config), Path())
     model.to(device)
     layers = mode.removesuffix(FP8_ATTENTION).removesuffix(FP8_HEAD)
     name, converted = layers.removesuffix(IF_FASTER), 0
@@ -161,11 +165,6 @@ def make_model(mode: str, config: Config, device: torch.device, *, normed: bool 
         model.lm_head = nn.Identity()
     prepare_blocks(model, config)
     return model, converted
-
-
-def normed_llama(config: Config) -> nn.Module:
-    sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context", "tied")}
-    return NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes))
 
 
 def padded(config: Config) -> int:
