@@ -67,7 +67,7 @@ def test_every_main_is_imported_and_says_how_it_is_called(name: str) -> None:
         assert any(name in command for command in (*smoke.COMMANDS, *smoke.COMMANDS_OF_A_GPU))
 
 
-STARTS_PROCESSES = ("torch.distributed.run", "--only start", "bench.gpu.offload", "vision --only compile")
+STARTS_PROCESSES = ("torch.distributed.run", "--only start", "--hosted", "vision --only compile")
 
 
 @pytest.mark.slow
