@@ -39,6 +39,7 @@ from bench.gpu import harness, llama, runs
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.loss.training import Learner
 from bench.gpu.runs import Study, batch_at, begin, training_batches
+from bench.gpu.stack import Mode, Runner
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.models.llama import LlamaConfig
 from octavo.models.tokenizer import Corpus
@@ -174,19 +175,6 @@ def extremes(by_layer: dict[str, tuple[float, float]]) -> Result:
 # --- Speed -----------------------------------------------------------------------------------------------------
 
 
-def passes_of(name: str, config: LlamaConfig, tokens: int) -> harness.Passes:
-    """The passes of the blocks with a recipe."""
-    with torch.device(DEVICE):
-        model = llama.Plain(config).to(torch.bfloat16)
-    harness.draw_matrices(model)
-    octavo.convert(model, recipe_of(name))
-    for block in model.layers:
-        block.compile()
-    passes = harness.Passes(model, *harness.llama_inputs(config, tokens, DEVICE))
-    passes.after = octavo.scales.update_scales
-    return passes
-
-
 def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int = 6) -> Result:
     """Milliseconds, and peak bytes, of a step with each recipe; of BF16 too. One that does not run has no row."""
     device = torch.device(DEVICE)
@@ -195,7 +183,8 @@ def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int =
     distinct = dict.fromkeys(same.values())
     on_gpu = [name for name in distinct if "emulated" not in implementations(name, device).values()]
     chosen = on_gpu if DEVICE == "cuda" else distinct
-    runners, peaks = harness.built({name: partial(passes_of, name, config, tokens) for name in chosen})
+    modes: dict[str, Mode] = {name: (llama.Plain, octavo.convert, recipe_of(name), "blocks") for name in chosen}
+    runners, peaks = harness.built({name: partial(Runner, mode, config, tokens) for name, mode in modes.items()})
     rows: dict[str, Result] = {BASE: {}}
     rows |= {name: {"sqnr": found} for name, found in harness.checked(BASE, runners).items()}
     steps = {name: runner.step for name, runner in runners.items()}

@@ -143,7 +143,7 @@ def test_plain_and_fused_blocks_compute_the_same() -> None:
 
 def test_a_mode_in_fp8_is_near_bf16_and_its_step_leaves_no_gradient() -> None:
     modes = {BASE: "bf16, eager", FUSED: FUSED_EAGER, "plain": "ours plain: rowwise, eager"}
-    runners = {name: stack.Runner(mode, BLOCKS, 16) for name, mode in modes.items()}
+    runners = {name: stack.Runner(stack.MODES[mode], BLOCKS, 16) for name, mode in modes.items()}
     found = harness.checked(BASE, runners)
     assert all(40 < db < 50 for each in found.values() for db in each)
     for runner in runners.values():
