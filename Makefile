@@ -91,7 +91,7 @@ test-oldest: .venv-oldest/installed  ## run the tests of layers and operations w
 	.venv-oldest/bin/python -m pytest -m "not gpu and not slow and not triton" -n 2 --dist worksteal tests/nn tests/ops
 
 # Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).
-BENCHES := ceilings kernels stack whole_step lora layer moe grouped_rows serve generate start linears attention vision \
+BENCHES := ceilings kernels stack whole_step lora layer moe serve generate linears attention vision \
 	watch recipes trained rl
 
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results

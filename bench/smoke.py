@@ -28,7 +28,7 @@ COMMANDS = [
     "-m bench.gpu.layer",
     "-m bench.gpu.moe",
     "-m bench.gpu.generate --folder {out}/models" + ("" if GPU else " --only prompt,rows"),
-    "-m bench.gpu.start --folder {out}/models",
+    "-m bench.gpu.generate --folder {out}/models --only start",
     *(f"-m bench.gpu.vision --only {part}" for part in ("blocks", "whole", "compile")),
     "-m bench.gpu.lora",
     "-m bench.gpu.whole_step",
@@ -36,7 +36,7 @@ COMMANDS = [
     "-m bench.gpu.trained",
     "-m bench.gpu.plan",
     "-m bench.gpu.plan --largest",
-    "-m bench.gpu.offload --sharded",
+    "-m bench.gpu.plan --hosted --sharded",
     "-m bench.gpu.rl",
     "-m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --time bf16,rowwise --out {out} --merge {out}",
     "-m bench.gpu.runs moe --runs bf16:0,rowwise:0 --out {out} --merge {out}",
@@ -47,7 +47,6 @@ COMMANDS = [
     f"{TORCHRUN} bench.gpu.tensor_parallel --only octavo",
 ]
 COMMANDS_OF_A_GPU = [
-    "-m bench.gpu.grouped_rows",
     "-m bench.gpu.serve --only serve",
     "-m bench.gpu.serve --only kv-cache",
     "-m bench.gpu.linears",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu import llama
-from bench.gpu.harness import DEVICE, Captured, Options, Results, benchmark, decibels, interleaved, medians, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, decibels, interleaved, medians, show, sized
 from bench.gpu.serve import prefill_fp8_attention
 from octavo.inference.kv_cache import fp8_prompt_attention
 from octavo.nn.attention_layers import GradientScales, attend_fp8, quantize_heads
@@ -44,7 +44,7 @@ def measure(tokens: int, dim: int = DIM) -> dict[str, Any]:
     cell["db"] = {name: quality(*run(), q, k, v, dy) for name, run in passes["both"].items()}
     repeat = max(2, min(20, 200_000_000 // tokens**2))
     for which, steps in passes.items():
-        times = interleaved({name: Captured(step) for name, step in steps.items()}, rounds=10, repeat=repeat)
+        times = interleaved({name: captured(step) for name, step in steps.items()}, rounds=10, repeat=repeat)
         cell[which] = {"rounds": times, "ms": medians(times)}
     return cell
 
@@ -99,24 +99,18 @@ def quality(y: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *given: Tensor) -> di
     return {name: decibels(exact, actual.double()) for name, exact, actual in named}
 
 
-def attention64(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention64(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     """y and dq [H, T, D], dk and dv [T, D], of q and dy [H, T, D] and of the k and v [T, D] that all heads share,
-    in float64, some queries at a time."""
-    wide_q, wide_k, wide_v, wide_dy = (x.double() for x in (q, k, v, dy))
-    y, dq, dk, dv = (torch.zeros_like(x) for x in (wide_q, wide_q, wide_k, wide_v))
-    scale, tokens = q.shape[2] ** -0.5, q.shape[1]
-    places = torch.arange(tokens, device=q.device)
-    for head in range(q.shape[0]):
-        for begin in range(0, tokens, ROWS):
-            rows = slice(begin, min(begin + ROWS, tokens))
-            x, g, seen = wide_q[head, rows], wide_dy[head, rows], places <= places[rows, None]
-            p = (x @ wide_k.t() * scale).masked_fill(~seen, -torch.inf).softmax(-1)
-            y[head, rows] = p @ wide_v
-            dv += p.t() @ g
-            ds = p * (g @ wide_v.t() - (g * y[head, rows]).sum(-1, keepdim=True)) * scale
-            dq[head, rows] = ds @ wide_k
-            dk += ds.t() @ x
-    return y, dq, dk, dv
+    by autograd in float64, some queries at a time."""
+    wide_q, wide_k, wide_v = wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    y, places = torch.empty_like(q, dtype=torch.float64), torch.arange(q.shape[1], device=q.device)
+    for head, rows in product(range(len(q)), torch.split(places, ROWS)):
+        seen = places <= rows[:, None]
+        found = F.scaled_dot_product_attention(wide_q[head, rows], wide_k, wide_v, attn_mask=seen)
+        torch.autograd.backward(found, dy[head, rows].double())
+        y[head, rows] = found.detach()
+    gradients: list[Any] = [x.grad for x in wide]
+    return y, *gradients
 
 
 @benchmark()

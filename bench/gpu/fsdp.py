@@ -21,9 +21,8 @@ group of the moment.
 
 import math
 import os
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,14 +34,13 @@ import octavo
 from bench import record
 from bench.gpu import harness, llama, ranks
 from bench.gpu.llama import Fused, LanguageModel, Plain
-from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
+from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE
 from bench.gpu.variants import update_torchao, use_torchao
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.models.llama import LlamaConfig
 
 REPEAT = 3  # steps between two readings of the clock
 CHECKED_LAYERS = 2  # of the model whose gradients are compared
-ROOM = 0.85  # of the GPU's memory, that two models at once may fill
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 # The relative error of a weight gradient: below the first in BF16 that is compiled otherwise, between them in FP8.
 GRADIENT_ERRORS = 0.03, 0.5
@@ -149,84 +147,33 @@ def gradient_error(name: str, expected: list[Tensor], actual: list[Tensor]) -> f
 # --- The rows --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Bench:
-    """The setting of all modes, the rows so far, and the model of BF16 that the others are compared with."""
+def measure(names: list[str], config: LlamaConfig, tokens: int, rounds: int) -> harness.Results:
+    """Measure the modes; the result after each."""
+    file = f"gpu_fsdp_{config.layers}_layers_{distributed.get_world_size()}_gpus"
+    links = {"bytes_per_second": ranks.bandwidth()} if distributed.get_world_size() > 1 else {}
+    earlier = [row for row in record.rows_before(file, "modes") if row["mode"] not in names]
+    setting, few = ranks.setting_of(config, tokens), replace(config, layers=min(config.layers, CHECKED_LAYERS))
+    expected: list[Tensor] = []
 
-    config: LlamaConfig
-    tokens: int
-    rounds: int
-    rows: list[ranks.Row] = field(default_factory=list)
-    expected: list[Tensor] = field(default_factory=list)
-    base: Runner | None = None
-
-    def run(self, names: list[str]) -> harness.Results:
-        """Measure the modes; the result after each."""
-        file = f"gpu_fsdp_{self.config.layers}_layers_{distributed.get_world_size()}_gpus"
-        links = {"bytes_per_second": ranks.bandwidth()} if distributed.get_world_size() > 1 else {}
-        earlier = [row for row in record.rows_before(file, "modes") if row["mode"] not in names]
-        setting = ranks.setting_of(self.config, self.tokens)
-
-        def add(name: str) -> tuple[str, dict[str, Any]]:
-            ranks.attempt(self.rows, name, partial(self.measure, name))
-            return file, {"setting": setting, "modes": [*self.with_ratios(), *earlier], **links}
-
-        yield from map(add, names)
-        if self.base is None and len(names) > 1:
-            yield add(BASE)
-
-    def measure(self, name: str) -> ranks.Row:
-        """The row of a mode."""
-        error = self.gradient_error(name)
-        before = harness.allocated()
-        runner = Runner(name, self.config, self.tokens)
-        for _ in range(2):
-            runner.step()
-        network = runner.network
-        network.gathered = network.reduced = 0
-        row: ranks.Row = {"gradient_error": error, "peak_bytes": harness.peak_of(runner.step, before, warmup=0)}
-        row |= {"gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
-        row |= self.times(name, runner)
-        row |= {"kernels": ranks.profiled(runner.step), "optimizer_ms": runner.optimizer_ms()}
-        if name == BASE and self.base is None and room_for_two(row["peak_bytes"]):
-            self.base = runner
-        return row
-
-    def gradient_error(self, name: str) -> float:
+    def check(name: str) -> ranks.Row:
         """How far the gradients of a mode are from those of BF16, in a model of a few layers.
 
         With random weights, the rounding errors of FP8 grow from layer to layer until they are as large as the numbers.
         """
-        config = replace(self.config, layers=min(self.config.layers, CHECKED_LAYERS))
-        grads = Runner(name, config, self.tokens).gradients()
-        self.expected = self.expected or grads
-        return gradient_error(name, self.expected, grads)
+        grads = Runner(name, few, tokens).gradients()
+        expected[:] = expected or grads
+        return {"gradient_error": gradient_error(name, expected, grads)}
 
-    def times(self, name: str, runner: Runner) -> ranks.Row:
-        """The milliseconds of a step, and its speed as a multiple of that of BF16."""
-        beside = {} if self.base is None else {BASE: self.base.step}
-        found = harness.interleaved({**beside, name: runner.step}, rounds=self.rounds, repeat=REPEAT, warmup=1)
-        times = {mode: ranks.slowest(each) for mode, each in found.items()}
-        speed = self.tokens * 1e3 / statistics.median(times[name])
-        row: ranks.Row = {**harness.summary(times[name]), "tokens_per_second": speed, "rounds": times}
-        if name != BASE and beside:
-            row["ratio"] = speedup(row, name, BASE)
-        return row
+    def others(runner: Runner) -> ranks.Row:
+        network = runner.network
+        network.gathered = network.reduced = 0
+        runner.step()
+        found = {"gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
+        return found | {"optimizer_ms": runner.optimizer_ms()}
 
-    def with_ratios(self) -> list[ranks.Row]:
-        """The rows; the ratio of a mode that had no BF16 beside it is to the mean of its first and its last time."""
-        base = [row["median"] for row in self.rows if row["mode"] == BASE and "median" in row]
-        return [
-            {"ratio": statistics.mean(base) / row["median"], **row} if base and "median" in row else row
-            for row in self.rows
-        ]
-
-
-def room_for_two(peak: int) -> bool:
-    if harness.DEVICE == "cpu":
-        return True
-    whole = torch.cuda.get_device_properties().total_memory
-    return bool(ranks.agreed(2 * peak < ROOM * whole))
+    bench = ranks.Bench(BASE, check, lambda name: Runner(name, config, tokens), others, tokens, rounds)
+    for rows in bench.run(names):
+        yield file, {"setting": setting, "modes": [*rows, *earlier], **links}
 
 
 # --- Links of several bandwidths -------------------------------------------------------------------------------
@@ -276,5 +223,5 @@ def main(options: harness.Options) -> harness.Results:
         channels = [int(each) for each in options.channels.split(",")]
         yield from over_links(modes, config, llama.TOKENS, channels, options.rounds)
     else:
-        yield from Bench(config, llama.TOKENS, options.rounds).run(chosen)
+        yield from measure(chosen, config, llama.TOKENS, options.rounds)
     distributed.destroy_process_group()

@@ -7,7 +7,16 @@ of 1,024. `octavo.speed` times each call. The same decoding is also timed as CUD
 models in memory: the share of their speed that `generate` reaches is the cost of its loop. Each section is printed and
 written when it is done.
 
-The section `rows` needs no folder, and takes two minutes: the first token of one prompt, and of many.
+The section `rows` needs no folder, and takes two minutes: the first token of one prompt, and of many. The section
+`start`, a result of its own, has the wall clock's seconds from the folder to a model and to its first token. Each round
+starts a process for each of
+
+    octavo                the kernels are compiled already, by an earlier process
+    octavo, new machine   no kernel is compiled yet: Triton's cache on disk is an empty folder
+    BF16, eager           transformers
+
+in turn. The files are read once before, so that the operating system holds them in memory. PyTorch and transformers are
+imported, and the GPU is initialized, before the clock starts.
 
     python -m bench.gpu.generate [--layers 32] [--batches 1,16,64] [--rounds 3] [--only "decode 1,prompt"]
                                 [--folder FOLDER]
@@ -16,6 +25,7 @@ The section `rows` needs no folder, and takes two minutes: the first token of on
 """
 
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,7 +45,7 @@ from transformers import LlamaConfig as HFConfig
 from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
-from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_new_process, show, sized
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo import load
@@ -45,7 +55,7 @@ from octavo.inference.transformers_cache import CACHE
 from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models import LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
-from octavo.speed import Cell, Generate, Grid, Row, release
+from octavo.speed import Cell, Generate, Grid, Row, release, timed
 from octavo.util import open_config, open_local
 
 NAME = "gpu_generate"
@@ -56,11 +66,6 @@ Result = dict[str, Any]
 
 
 # --- The models ------------------------------------------------------------------------------------------------
-
-
-def folder_of(layers: int) -> Path:
-    """The folder of the model of so many layers, by default."""
-    return Path(tempfile.gettempdir()) / f"octavo-generate-{sized('', 'quick-')}{layers}"
 
 
 def make_folders(shape: LlamaConfig, folder: Path) -> tuple[Path, Path]:
@@ -241,8 +246,7 @@ class Bench:
     def graphs(self, batch: int) -> Result:
         """Tokens a second of CUDA graphs that are captured by hand, at the middle of the context of `decode`."""
         if self._in_memory is None:
-            self._ways = []
-            release(torch.device(DEVICE))
+            self.close()
             wide = models.build_bf16(self.shape, DEVICE)
             self._in_memory = wide, models.build_fp8(wide, DEVICE)
             fuse(self._in_memory[1])
@@ -251,10 +255,18 @@ class Bench:
         show(rates)
         return found | {"tokens_per_second": rates}
 
-    def rows(self) -> Result:
+    def close(self) -> None:
+        """Drop all models."""
         self._ways, self._in_memory = [], None
         release(torch.device(DEVICE))
+
+    def rows(self) -> Result:
+        self.close()
         return {"machine": record.facts(), **rows(self.shape)}
+
+    def start(self, rounds: int) -> Result:
+        self.close()
+        return starts(self.shape, self.folder, rounds)
 
 
 # --- The rows of a short run, of models in memory ---------------------------------------------------------------
@@ -287,14 +299,54 @@ def rows(shape: LlamaConfig) -> Result:
     return result
 
 
+# --- The start of a new process --------------------------------------------------------------------------------
+
+NEW_MACHINE = "octavo, new machine"
+STARTS, FIGURES = (OCTAVO, NEW_MACHINE, EAGER), ("load", "first_token")
+START_PROMPT = sized(256, 8)
+
+
+def starts(shape: LlamaConfig, folder: Path, rounds: int) -> Result:
+    """The median seconds of each way to start, and its time over that of BF16."""
+    make_folders(shape, folder)
+    with tempfile.TemporaryDirectory() as compiled:
+        for way in (OCTAVO, EAGER):
+            seconds_of(folder, compiled, way)
+        each = [{way: seconds_of(folder, compiled, way) for way in STARTS} for _ in range(sized(rounds, 1))]
+    medians = {way: {key: statistics.median(r[way][key] for r in each) for key in FIGURES} for way in STARTS}
+    times = {way: sum(found.values()) / sum(medians[EAGER].values()) for way, found in medians.items()}
+    show(medians, times)
+    return {"prompt": START_PROMPT, "rounds": each, "seconds": medians, "times_bf16": times}
+
+
+def seconds_of(folder: Path, compiled: str, way: str) -> dict[str, float]:
+    """The seconds of a new process. Kernels of earlier processes are in the folder `compiled`."""
+    with tempfile.TemporaryDirectory() as empty:
+        cache = empty if way == NEW_MACHINE else compiled
+        return in_new_process(partial(start, folder, way), TRITON_CACHE_DIR=cache)
+
+
+def start(folder: Path, way: str) -> dict[str, float]:
+    """The seconds of one way, in this process."""
+    device = torch.device(DEVICE)
+    torch.zeros(1, device=device)
+    open_model = partial(open_bf16, folder / "bf16") if way == EAGER else partial(load, folder / "packed", device)
+    ids = torch.randint(250, (1, START_PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
+    with quiet_transformers():
+        seconds, model = timed(open_model, device)
+        first, _ = timed(partial(generation(model), ids, 1), device)
+    return dict(zip(FIGURES, (seconds, first), strict=True))
+
+
 @benchmark(layers=llama.CONFIG.layers, batches=sized("1,16,64", "1,2"), rounds=3, only="", folder=Path)
 def main(options: Options) -> Results:
-    bench = Bench(replace(llama.CONFIG, layers=options.layers), options.folder or folder_of(options.layers))
+    folder = options.folder or Path(tempfile.gettempdir()) / f"octavo-generate-{sized('', 'quick-')}{options.layers}"
+    bench = Bench(replace(llama.CONFIG, layers=options.layers), folder)
     batches = [int(batch) for batch in options.batches.split(",")]
     named: dict[str, Callable[[], Any]] = {"prompt": bench.prompt}
     named |= {f"decode {batch}": partial(bench.decode, batch, options.rounds) for batch in batches}
     named |= {f"graphs {batch}": partial(bench.graphs, batch) for batch in batches}
-    named["rows"] = bench.rows
+    named |= {"rows": bench.rows, "start": partial(bench.start, options.rounds)}
     chosen = options.only.split(",") if options.only else list(named)
     if unknown := [name for name in chosen if name not in named]:
         raise SystemExit(f"--only takes {', '.join(named)}, got {unknown[0]!r}")
@@ -303,5 +355,8 @@ def main(options: Options) -> Results:
         result = {}
     with quiet_transformers():
         for name in chosen:
+            if name == "start":  # the last, because it changes where this process finds compiled kernels
+                yield "gpu_start", named[name]()
+                continue
             result |= {"layers": options.layers, "tokens": TOKENS, name: named[name]()} | bench.checked
             yield NAME, result

@@ -193,32 +193,28 @@ def host_once(step: Step) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-class Captured:
+def captured(step: Step) -> Step:
     """A step as one CUDA graph, after a few ordinary calls; without a GPU the step itself.
 
-    Each call overwrites the result of the one before. The object holds the step, because the graph does not hold the
-    memory that the step reads and writes.
+    Each call overwrites the result of the one before.
     """
+    if DEVICE == "cpu":
+        return step
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        if DEVICE == "cpu":
-            return
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.result = step()
+    def replay(held: Step = step) -> Any:  # the graph does not hold the memory that the step reads and writes
+        graph.replay()
+        return result
 
-    def __call__(self) -> Any:
-        if DEVICE == "cpu":
-            return self.step()
-        self.graph.replay()
-        return self.result
+    return replay
 
 
 def replayed(step: Step, *, calls: int = 6, rounds: int = 8) -> float:
@@ -231,7 +227,7 @@ def replayed(step: Step, *, calls: int = 6, rounds: int = 8) -> float:
         for _ in range(sized(calls, 1)):
             step()  # its result is dropped, so that each call writes to the same memory
 
-    graph = Captured(repeat)
+    graph = captured(repeat)
     graph()
     return statistics.median(once(graph, sized(4, 1)) for _ in range(sized(rounds, 1))) / sized(calls, 1)
 
@@ -268,17 +264,13 @@ def each_decibels(exact: Iterable[Tensor], actual: Iterable[Tensor], least: floa
     return found
 
 
-def against(base: str, steps: Mapping[str, Step], least: float = 10) -> dict[str, float]:
-    """The SQNR of what each other step returns against that of `base`; all must exceed `least` decibels."""
-    exact = steps[base]().clone()  # a graph overwrites its result
-    return {name: each_decibels([exact], [step()], least)[0] for name, step in steps.items() if name != base}
-
-
 def turns(
     base: str, steps: Mapping[str, Step], *, rounds: int, repeat: int, warmup: int = 3, least: float = 10
 ) -> dict[str, Any]:
-    """The SQNR of each mode's result against that of `base`, its milliseconds by round, and their medians."""
-    found = against(base, steps, least)
+    """The SQNR of each mode's result against that of `base`, which must exceed `least` decibels, its milliseconds by
+    round, and their medians."""
+    exact = steps[base]().clone()  # a graph overwrites its result
+    found = {name: each_decibels([exact], [step()], least)[0] for name, step in steps.items() if name != base}
     times = interleaved(steps, rounds=rounds, repeat=repeat, warmup=warmup)
     return {"sqnr": found, "rounds": times, "ms": {name: summary(each) for name, each in times.items()}}
 
@@ -351,6 +343,12 @@ def built(makes: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[
     found = {name: made(name, partial(with_peak, make)) for name, make in makes.items()}
     there = {name: each for name, each in found.items() if each is not None}
     return {name: runner for name, (runner, _) in there.items()}, {name: peak for name, (_, peak) in there.items()}
+
+
+def checked(base: str, runners: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The SQNR of each tensor that the step of each other runner returns, against those of `base`."""
+    exact = runners[base].step()
+    return {name: each_decibels(exact, runner.step()) for name, runner in runners.items() if name != base}
 
 
 def kernels_of(step: Step, steps: int = 3) -> list[tuple[str, int, float]]:

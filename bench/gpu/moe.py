@@ -7,14 +7,20 @@ GEMMs alone, in each way of accumulating; then the modes take turns.
 `packed` measures the experts of a packed folder as `octavo.load` runs them, forward, against BF16's grouped GEMMs. The
 routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph.
 
-    python -m bench.gpu.moe [--only layer|packed]
+`kernels` measures the grouped GEMMs of row scales on a Hopper: our Triton kernel beside PyTorch's CUTLASS kernel and
+BF16's. They are y, dx and dw of the inner layer, with promoted and with fast accumulation, and with E5M2 gradients,
+which CUTLASS's kernel does not take. Scales are ones. The SQNR against a BF16 product of the same operands comes first,
+and must be above 20 dB. Then the kernels take turns. Change the choice in octavo.ops.dispatch by the table.
+`bench.gpu.tune grouped-rows` tries many tilings of our kernel.
+
+    python -m bench.gpu.moe [--only layer|packed|kernels]
 """
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +33,10 @@ from bench.gpu.modes import speedup
 from octavo.checkpoint.scheme import get_scheme
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear
 from octavo.nn import Experts, GroupedLinear
-from octavo.numerics import QTensor
+from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, sort_by_expert
+from octavo.ops import library_gemms as cutlass
+from octavo.ops.launching import Operands, compile_only
 from octavo.recipe import ROW_W, ROW_X, Recipe, blockwise, mxfp8, rowwise
 
 
@@ -55,6 +63,8 @@ SHAPES = sized(
 SCHEMES = ("channel", "static", "block", "group128", "mx", "weight")
 TOKENS = {"decode": sized([1, 16], [2]), "prefill": sized([512, 8192], [8])}
 LEAST_DB = 15.0  # two quantizations in a row leave 23 dB
+BF16 = torch.bfloat16
+ACCUMULATION = {"promoted": False, "fast": True}
 
 
 class Layer(nn.Module):
@@ -172,7 +182,7 @@ def gemms(shape: Shape) -> dict[str, float]:
     """TFLOP/s of the three GEMMs of the inner layer: BF16, and ours with promoted and with fast accumulation."""
     p = Products(shape)
     ways = {f"{gemm}, bf16": way for gemm, way in p.in_bf16().items()}
-    for how, fast in {"promoted": False, "fast": True}.items():
+    for how, fast in ACCUMULATION.items():
         ways[f"y, {how}"] = partial(grouped_mm, p.x_q, p.w_q, p.offsets, fast_accumulation=fast)
         ways[f"dx, {how}"] = partial(grouped_mm, p.dy_q, p.wt_q, p.offsets, fast_accumulation=fast)
         ways[f"dw, {how}"] = partial(grouped_mm_dw, p.dy_t, p.scale, p.x_t, p.offsets, fast_accumulation=fast)
@@ -181,11 +191,8 @@ def gemms(shape: Shape) -> dict[str, float]:
 
 def measure(shape: Shape) -> dict[str, Any]:
     modes, _ = harness.built({mode: partial(Runner, mode, shape) for mode in MODES})
-    exact = modes["bf16"].step()
     of = ("y", "dx", *(f"d{name}" for name in Experts.matrices))
-    others = [mode for mode in modes if mode != "bf16"]
-    db = {mode: dict(zip(of, map(harness.decibels, exact, modes[mode].step()), strict=True)) for mode in others}
-    del exact
+    db = {mode: dict(zip(of, found, strict=True)) for mode, found in harness.checked("bf16", modes).items()}
     result = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape), "db": db, "gemm_tflops": gemms(shape)}
     times = harness.interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=15, repeat=3)
     result |= {"rounds": times, "ms": harness.medians(times)}
@@ -229,18 +236,87 @@ def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens:
         weight, index = torch.topk(torch.rand(tokens, shape.experts).softmax(-1), shape.top_k, -1)
     steps: dict[str, Callable[[], Tensor]] = {name: partial(way, x, index, weight) for name, way in ways.items()}
     if kind == "decode":
-        steps = {name: harness.Captured(step) for name, step in steps.items()}
+        steps = {name: harness.captured(step) for name, step in steps.items()}
     found = harness.turns("bf16", steps, rounds=15, repeat=10 if tokens <= 512 else 3, least=LEAST_DB)
     cell = {"tokens": tokens, "kind": kind, "db": found["sqnr"], "ms": found["ms"]}
     show(shape, cell)
     return cell
 
 
-@benchmark(only=("layer", "packed"))
+# --- The kernels of grouped GEMMs ------------------------------------------------------------------------------
+
+
+class Gemm(NamedTuple):
+    """A product of eight-bit operands: in BF16, and by the kernels, for a way to accumulate (and a tiling of ours)."""
+
+    wide: Callable[[], Tensor]
+    cutlass: Callable[..., Tensor] | None  # None if the kernel does not take the formats
+    ours: Callable[..., Tensor]
+
+    def ways(self, name: str) -> dict[str, Callable[[], Tensor]]:
+        found: dict[str, Callable[[], Tensor]] = {}
+        for how, fast in ACCUMULATION.items():
+            if self.cutlass is not None:
+                found[f"{name}, cutlass, {how}"] = partial(self.cutlass, fast=fast)
+            found[f"{name}, triton, {how}"] = partial(self.ours, fast, None)
+        return found
+
+
+def measure_kernels(shape: Shape) -> dict[str, Any]:
+    p = Products(shape)
+    e5m2 = quantize(p.dy, Cast("e5m2", scale="pow2"))
+    gemms = {
+        "y": of_rows(p.x_q.data, p.w_q.data, p.offsets),
+        "dx": of_rows(p.dy_q.data, p.wt_q.data, p.offsets),
+        "dw": of_columns(p.dy_t, p.x_t, p.offsets),
+        "dx of e5m2": of_rows(e5m2.data, p.wt_q.data, p.offsets),
+        "dw of e5m2": of_columns(transposed(e5m2), p.x_t, p.offsets),
+    }
+    with compile_only():  # in several threads
+        for gemm in gemms.values():
+            for fast in ACCUMULATION.values():
+                gemm.ours(fast, None)
+    ways, db = {f"{name}, bf16": product for name, product in p.in_bf16().items()}, {}
+    for name, gemm in gemms.items():
+        wide = gemm.wide()
+        for way, product in gemm.ways(name).items():
+            (db[way],), ways[way] = harness.each_decibels([wide], [product()], 20), product
+    result = {"shape": vars(shape), "db": db, "gemm_tflops": p.tflops(ways)}
+    show(result)
+    return result
+
+
+def of_rows(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
+    """a [M, K] with b [E, N, K]."""
+    from octavo.ops.kernels import grouped_gemm as ours  # Triton is not everywhere that this file is read
+
+    scale_a, scale_b = (torch.ones_like(t[..., :1], dtype=torch.float32) for t in (a, b))
+    return Gemm(
+        lambda: F.grouped_mm(a.to(BF16), b.to(BF16).transpose(1, 2), offs=offsets),
+        partial(cutlass.grouped_mm, a, scale_a, b, scale_b, offsets) if a.dtype == b.dtype else None,
+        partial(ours.grouped_mm, Operands(a, b, scale_a, scale_b, ROW, ROW), offsets, BF16),
+    )
+
+
+def of_columns(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
+    """a [N, M] with b [K, M]."""
+    from octavo.ops.kernels import grouped_gemm as ours
+
+    scale = torch.ones(len(offsets), len(a), 1, device=a.device)
+    return Gemm(
+        lambda: F.grouped_mm(a.to(BF16), b.to(BF16).t(), offs=offsets),
+        partial(cutlass.grouped_mm_dw, a, scale, b, offsets) if a.dtype == b.dtype else None,
+        partial(ours.grouped_mm_dw, Operands(a, b, scale, scale, ROW, ROW), offsets, BF16),
+    )
+
+
+@benchmark(only=("layer", "packed", "kernels"))
 def main(options: Options) -> Results:
     result = {}
-    for name, shape in SHAPES.items() if options.only != "packed" else ():
+    for name, shape in SHAPES.items() if options.only in (None, "layer") else ():
         result[name] = measure(shape)
         yield "gpu_moe", result
-    if options.only != "layer":
+    if options.only in (None, "packed"):
         yield "gpu_packed_experts", {"shapes": {name: measure_packed(shape) for name, shape in SHAPES.items()}}
+    if options.only == "kernels" or (options.only is None and DEVICE == "cuda"):
+        yield "gpu_grouped_rows", {"shapes": {name: measure_kernels(shape) for name, shape in SHAPES.items()}}

@@ -11,24 +11,36 @@ The result is written after each configuration. With `--missing` the next run me
 `--largest` looks for the largest batch on one GPU of 80 GB, by recipe, of the model of a billion parameters with the
 vocabulary of Llama 3. It takes the same steps on random tokens.
 
+`--hosted` takes whole steps of a Llama of Llama-3.2-3B's blocks whose masters and AdamW are on the host, in BF16 and in
+FP8. Each mode is a run in a process of its own, one after the other, so the host has the state of one: 16 bytes a
+parameter, 45 GB, of which the masters and the gradients, 23 GB, are pinned. A step has 16,384 tokens. It is timed with
+clipping, without, where a weight is updated during the backward pass, and with four micro-batches, until the last
+weight is updated. `update_seconds` is what the host still needs when the GPU has computed a step: with clipping all of
+AdamW. The losses of the first steps of all modes must agree. `--sharded` adds FSDP2's offload of one process.
+
     python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about five minutes on two GPUs
     python -m bench.gpu.plan --largest                                about a minute on one
+    python -m bench.gpu.plan --hosted [--sharded]                     two or three on one, with 16 cores and 64 GB
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, host_once, once, show, sized
 from bench.gpu.ranks import profiled
+from octavo.nn.parallel_weights import local_part
 from octavo.plan.cases import TrainingPlan, find_architecture
 from octavo.plan.setup import make_setup
 from octavo.rates.measured import Gpu, find_gpu, known_gpus
@@ -37,8 +49,8 @@ from octavo.train.config import Config
 from octavo.train.loss import next_token_loss
 from octavo.train.model import make_trained_model
 from octavo.train.optimizer import clip_gradients, make_optimizer
-from octavo.train.processes import Degrees, collect_between_steps, rank, run_in_group, training_console
-from octavo.train.trainer import start_run
+from octavo.train.processes import Degrees, collect_between_steps, peak_memory, run_in_group, training_console
+from octavo.train.trainer import Trainer, start_run
 
 WARM, STRETCHES, STEPS = sized((6, 3, 5), (1, 1, 1))  # steps before the clock starts; then stretches of so many steps
 LLAMA = Config(model="llama", heads=32, kv_heads=8).change(**{"compile.blocks": True, "steps": 1000})
@@ -72,21 +84,26 @@ def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config
     return base.change(recipe=recipe, batch=base.batch * gpus, **{"activation_checkpointing.mode": checkpointing})
 
 
-def measure(config: Config, gpus: int) -> dict[str, Any]:
+def measure(config: Config, gpus: int) -> Row:
     """What the processes of a configuration measure, or the error that ended them."""
+    launch = LaunchConfig(1, 1, gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     with tempfile.TemporaryDirectory() as folder:
-        task, result = Path(folder) / "task.json", Path(folder) / "result.json"
-        task.write_text(json.dumps({"config": config.change(out=f"{folder}/run").to_dict(), "out": str(result)}))
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
-        words = [*launch, "bench.gpu.plan", "--worker", str(task), *sized([], ["--quick"])]
-        code = subprocess.run(words).returncode
-        return json.loads(result.read_text()) if code == 0 else {"error": f"exit code {code}"}
+        try:
+            return elastic_launch(launch, work)(config.change(out=f"{folder}/run"))[0]  # of rank 0
+        except ChildFailedError as error:
+            return {"error": f"exit code {error.get_first_failure()[1].exitcode}"}
 
 
-def work(path: Path) -> None:
-    """Train as `octavo train` does, without saving, and write the peak memory, and the times of steps and kernels."""
-    task = json.loads(path.read_text())
-    trainer = start_run(Config.from_dict(task["config"]), training_console())
+def work(config: Config) -> Row:
+    """`train` in the group of the processes that were launched."""
+    found: Row = {}
+    run_in_group(lambda: found.update(train(config)))
+    return found
+
+
+def train(config: Config) -> Row:
+    """Train as `octavo train` does, without saving: the peak memory, and the times of steps and kernels."""
+    trainer = start_run(config, training_console())
     with trainer.lock, collect_between_steps(), cast_once(trainer.model):
         once(trainer.step, WARM)
         if torch.cuda.is_available():
@@ -95,9 +112,7 @@ def work(path: Path) -> None:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         host = [host_once(trainer.step) / 1e3 for _ in range(STEPS)]
         found: Row = {"peak_bytes": peak, "seconds": seconds, "host_seconds": statistics.median(host)}
-        found["kernels_ms"] = profiled(trainer.step)
-    if rank() == 0:
-        Path(task["out"]).write_text(json.dumps(found))
+        return found | {"kernels_ms": profiled(trainer.step)}
 
 
 def largest_of(config: Config) -> dict[str, Any]:
@@ -142,11 +157,86 @@ def with_plan(row: Row) -> Row:
     return row | {"planned": figures | {"host_seconds": time.host}, "errors": errors}
 
 
-@benchmark(model="8b", only=int, missing=False, largest=False, worker=Path)
+# --- Masters on the host ---------------------------------------------------------------------------------------
+
+TINY = {"layers": 2, "width": 64, "heads": 2, "kv_heads": 1, "mlp_width": 128, "context": 32, "compile.blocks": False}
+HOSTED = MODELS["3b"].change(batch=4, device=DEVICE, **{"watch.interval": 0}, **sized({}, TINY))
+HOST_MODES: dict[str, dict[str, Any]] = {
+    "BF16, masters on the host": {"optimizer.masters": "host", "recipe": "bf16"},
+    "rowwise, masters on the host": {"optimizer.masters": "host", "recipe": "rowwise"},
+}
+SHARDED: dict[str, dict[str, Any]] = {"BF16, FSDP2's offload": {"optimizer.offload": True, "recipe": "bf16"}}
+KINDS: dict[str, tuple[dict[str, Any], int]] = {  # settings, and steps that are timed
+    "clipped": ({}, sized(3, 1)),
+    "unclipped": ({"clip": 0.0}, sized(2, 1)),
+    "accumulated": ({"accumulate": 4}, 1),
+}
+HOST_WARM = 2  # steps: the first compiles, and touches all memory
+POOL = 0.02 * torch.randn(sized(1 << 24, 1 << 12), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def fill(t: Any, *args: Any, **kwargs: Any) -> None:
+    """Numbers of a pool in place of drawn ones, which take one core 20 seconds for each billion."""
+    for part in () if t.is_meta else torch.split(local_part(t).view(-1), POOL.numel()):
+        part.copy_(POOL[: part.numel()])
+
+
+def measure_hosted(mode: str) -> Row:
+    """The row of a mode."""
+    torch._dynamo.config.recompile_limit = 64
+    drawn = [mock.patch(f"torch.nn.init.{name}", fill) for name in ("normal_", "kaiming_uniform_")]
+    with tempfile.TemporaryDirectory() as out, collect_between_steps():
+        with drawn[0], drawn[1]:
+            trainer = start_run(HOSTED.change(out=f"{out}/run", **(HOST_MODES | SHARDED)[mode]), training_console())
+        with trainer.lock:
+            losses = [float(trainer.step()[0]) for _ in range(HOST_WARM)]
+            kinds = {kind: time_steps(trainer, *chosen) for kind, chosen in KINDS.items()}
+            parameters = sum(p.numel() for p in trainer.model.parameters())
+    host = peak_memory(torch.device("cpu"))
+    return {"mode": mode, "parameters": parameters, "losses": losses, "host_bytes": host, **kinds}
+
+
+def time_steps(trainer: Trainer, settings: dict[str, Any], steps: int) -> Row:
+    """The median seconds of steps, and the most memory that the GPU takes in one."""
+    config = trainer.config.change(accumulate=1, clip=1.0).change(**settings)
+    trainer.config = config
+    if trainer.state.hosted is not None:
+        trainer.state.hosted.config = config
+    times: list[tuple[float, float]] = []
+    peak = [harness.peak_of(partial(time_step, trainer, times.append), 0, warmup=0) for _ in range(steps)]
+    seconds, waited = (statistics.median(each) for each in zip(*times, strict=True))
+    rate = config.accumulate * HOSTED.batch * HOSTED.context / seconds
+    return {"seconds": seconds, "update_seconds": waited, "tokens_per_second": rate, "peak_bytes": max(peak)}
+
+
+def time_step(trainer: Trainer, note: Callable[[tuple[float, float]], None]) -> None:
+    began = time.perf_counter()
+    trainer.step()
+    computed = time.perf_counter()
+    if trainer.state.hosted is not None:
+        trainer.state.hosted.wait()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    ended = time.perf_counter()
+    note((ended - began, ended - computed))
+
+
+def hosted(sharded: bool) -> Results:
+    """What there is after each mode."""
+    rows: list[Row] = []
+    for mode in HOST_MODES | (SHARDED if sharded else {}):
+        rows.append(row := harness.in_new_process(partial(measure_hosted, mode)))
+        show(row)
+        assert all(abs(a / b - 1) < 0.02 for a, b in zip(row["losses"], rows[0]["losses"], strict=True)), rows
+        yield "gpu_offload", {"tokens": HOSTED.batch * HOSTED.context, "cores": torch.get_num_threads(), "rows": rows}
+
+
+@benchmark(model="8b", only=int, missing=False, largest=False, hosted=False, sharded=False)
 def main(options: Options) -> Results:
-    """--only: the configurations on so many GPUs. --worker: train the configuration in this file."""
-    if options.worker:
-        run_in_group(lambda: work(options.worker))
+    """--only: the configurations on so many GPUs."""
+    if options.hosted:
+        yield from hosted(options.sharded)
         return
     if options.largest:
         found = {}

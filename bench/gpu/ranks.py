@@ -1,11 +1,14 @@
-"""Benchmarks of several processes, one a GPU: their modes and rows, their agreement, collectives of FSDP2, and kernels.
+"""Benchmarks of several processes, one a GPU: modes in turn with a base, agreement, collectives of FSDP2, and kernels.
 
 Without a GPU the processes use gloo. A result is written after each mode, so a run may be ended at any time.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +19,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.profiler import ProfilerActivity, profile
 
 from bench import record
-from bench.gpu.harness import DEVICE, once, sized
+from bench.gpu.harness import DEVICE, allocated, interleaved, once, peak_of, sized, summary
+from bench.gpu.modes import speedup
 from octavo.models.llama import LlamaConfig
 
 GATHERED = sized(256 << 20, 1 << 16)  # bytes of the all-gather that measures a link
 TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone must not use up the time
+ROOM = 0.85  # of the GPU's memory, that two models at once may fill
 
 Row = dict[str, Any]
 
@@ -78,6 +83,67 @@ def slowest(times: list[float]) -> list[float]:
     found = torch.tensor(times, dtype=torch.float64, device=DEVICE)
     distributed.all_reduce(found, distributed.ReduceOp.MAX)
     return [float(each) for each in found.tolist()]
+
+
+# --- Modes in turn with a base ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """Modes that are measured one by one, each in turns with the base. Where the memory does not hold both, the base
+    runs first and last, and a ratio is to the mean of these two."""
+
+    base: str
+    check: Callable[[str], Row]  # facts of how right a mode is; it raises where a mode is wrong
+    make: Callable[[str], Any]  # the runner of a mode
+    others: Callable[[Any], Row]  # more figures of a runner
+    tokens: int  # of a step
+    rounds: int
+    repeat: int = 3  # steps between two readings of the clock
+    rows: list[Row] = field(default_factory=list)
+    kept: Any = None  # the runner of the base
+
+    def run(self, names: list[str]) -> Iterator[list[Row]]:
+        """Measure the modes; all rows after each."""
+        for name in names:
+            attempt(self.rows, name, partial(self.measure, name))
+            yield self.with_ratios()
+        if self.kept is None and len(names) > 1:
+            attempt(self.rows, self.base, partial(self.measure, self.base))
+            yield self.with_ratios()
+
+    def measure(self, name: str) -> Row:
+        """The row of a mode."""
+        row, before = self.check(name), allocated()
+        runner = self.make(name)
+        row["peak_bytes"] = peak_of(runner.step, before, warmup=2)
+        beside = {} if self.kept is None else {self.base: self.kept.step}
+        found = interleaved({**beside, name: runner.step}, rounds=self.rounds, repeat=self.repeat, warmup=1)
+        times = {mode: slowest(each) for mode, each in found.items()}
+        row |= {**summary(times[name]), "rounds": times}
+        row["tokens_per_second"] = self.tokens * 1e3 / row["median"]
+        row |= {"kernels": profiled(runner.step), **self.others(runner)}
+        if name != self.base and beside:
+            row["ratio"] = speedup(row, name, self.base)
+        if name == self.base and self.kept is None and room_for_two(row["peak_bytes"]):
+            self.kept = runner
+        return row
+
+    def with_ratios(self) -> list[Row]:
+        """The rows; the ratio of a mode that had no base beside it is to the mean of its first and its last time."""
+        base = [row["median"] for row in self.rows if row["mode"] == self.base and "median" in row]
+        return [
+            {"ratio": statistics.mean(base) / row["median"], **row} if base and "median" in row else row
+            for row in self.rows
+        ]
+
+
+def room_for_two(peak: int) -> bool:
+    """Whether the memory of every rank holds two models with this peak."""
+    if DEVICE == "cpu":
+        return True
+    whole = torch.cuda.get_device_properties().total_memory
+    return bool(agreed(2 * peak < ROOM * whole))
 
 
 # --- The collectives of FSDP2 ----------------------------------------------------------------------------------

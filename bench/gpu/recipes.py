@@ -22,8 +22,9 @@ GPU. A step includes the cast of the weights, and the update of delayed scaling.
 import copy
 import json
 import math
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from bench.gpu import harness, llama, runs
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.loss.training import Learner
 from bench.gpu.runs import Study, batch_at, begin, training_batches
+from bench.gpu.stack import Mode, Runner
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.models.llama import LlamaConfig
 from octavo.models.tokenizer import Corpus
@@ -173,19 +175,6 @@ def extremes(by_layer: dict[str, tuple[float, float]]) -> Result:
 # --- Speed -----------------------------------------------------------------------------------------------------
 
 
-def passes_of(name: str, config: LlamaConfig, tokens: int) -> harness.Passes:
-    """The passes of the blocks with a recipe."""
-    with torch.device(DEVICE):
-        model = llama.Plain(config).to(torch.bfloat16)
-    harness.draw_matrices(model)
-    octavo.convert(model, recipe_of(name))
-    for block in model.layers:
-        block.compile()
-    passes = harness.Passes(model, *harness.llama_inputs(config, tokens, DEVICE))
-    passes.after = octavo.scales.update_scales
-    return passes
-
-
 def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int = 6) -> Result:
     """Milliseconds, and peak bytes, of a step with each recipe; of BF16 too. One that does not run has no row."""
     device = torch.device(DEVICE)
@@ -194,12 +183,11 @@ def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int =
     distinct = dict.fromkeys(same.values())
     on_gpu = [name for name in distinct if "emulated" not in implementations(name, device).values()]
     chosen = on_gpu if DEVICE == "cuda" else distinct
-    runners, peaks = harness.built({name: partial(passes_of, name, config, tokens) for name in chosen})
-    exact = runners[BASE].step()
-    steps: dict[str, Callable[[], Any]] = {name: runner.step for name, runner in runners.items()}
-    rows: dict[str, Result] = {}
-    for name, step in steps.items():
-        rows[name] = {"sqnr": harness.each_decibels(exact, step())} if name != BASE else {}
+    modes: dict[str, Mode] = {name: (llama.Plain, octavo.convert, recipe_of(name), "blocks") for name in chosen}
+    runners, peaks = harness.built({name: partial(Runner, mode, config, tokens) for name, mode in modes.items()})
+    rows: dict[str, Result] = {BASE: {}}
+    rows |= {name: {"sqnr": found} for name, found in harness.checked(BASE, runners).items()}
+    steps = {name: runner.step for name, runner in runners.items()}
     times = harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1)
     for name, row in harness.rows_of(times, BASE).items():
         rows[name] |= row | {"peak_bytes": peaks[name]}
@@ -209,18 +197,11 @@ def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int =
 
 
 def equal_work(names: Sequence[str]) -> dict[str, str]:
-    """The first recipe of those that do the same work, for each of `names` but the control."""
+    """The first recipe of those that do the same work, for each of `names` but the control. Margins of delayed scaling
+    change the scales and not the work."""
+    recipes = {name: replace(recipe_of(name), name="").to_json() for name in names if name != CONTROL}
     first: dict[str, str] = {}
-    return {name: first.setdefault(work_of(name), name) for name in names if name != CONTROL}
-
-
-def work_of(name: str) -> str:
-    """The recipe without its name and its margins, which change the scales and not the work."""
-    return str(without(recipe_of(name).to_dict() | {"name": ""}, "margin"))
-
-
-def without(values: Any, key: str) -> Any:
-    return {k: without(v, key) for k, v in values.items() if k != key} if isinstance(values, dict) else values
+    return {name: first.setdefault(re.sub(r'"margin": [^,}]*', "", text), name) for name, text in recipes.items()}
 
 
 @benchmark(cpu=False, recipes=",".join(VARIANTS), out=Path("runs/recipes"), only=PARTS, merge=Path)

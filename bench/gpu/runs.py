@@ -313,6 +313,7 @@ def merge(folder: Path) -> Result:
         run["compared_loss"] = final[run["mode"], run["seed"]]
         run["seconds_to_target"] = seconds_to(target, run["evaluations"])
     tokens = compared * runs[0]["tokens"] // runs[0]["evaluations"][-1]["step"]
+    paired = sorted({mode for mode, seed in final if (BASE, seed) in final} - {BASE})
     shared = ("machine", "settings", "corpus")
     losses: dict[str, dict[str, float]] = {}
     for (mode, seed), loss in final.items():
@@ -325,7 +326,7 @@ def merge(folder: Path) -> Result:
         "epochs": runs[0]["epochs"] * tokens / runs[0]["tokens"],
         "target": target,
         "losses": losses,
-        "gaps": {mode: gaps(final, mode) for mode in paired(final)},
+        "gaps": {mode: gaps(final, mode) for mode in paired},
         "bf16_spread": (max(bf16) - min(bf16)) / statistics.mean(bf16) if len(bf16) > 1 else None,
         "runs": [{key: value for key, value in run.items() if key not in shared} for run in runs],
         "step_times": next((content for path, content in files.items() if path.name == "steps.json"), None),
@@ -346,11 +347,6 @@ def check_alike(folder: Path, runs: Sequence[Mapping[str, Any]]) -> None:
         for key in ("settings", "corpus"):
             if run[key] != runs[0][key]:
                 raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
-
-
-def paired(final: dict[Run, float]) -> list[str]:
-    """The modes with a run whose seed BF16 has too."""
-    return sorted({mode for mode, seed in final if (BASE, seed) in final} - {BASE})
 
 
 def gaps(final: dict[Run, float], mode: str) -> Result:

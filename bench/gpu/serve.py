@@ -119,9 +119,9 @@ def decode(wide: Any, packed: Any, batch: int, context: int) -> Result:
     return {"batch": batch, "context": context, "gemm": backend, **found}
 
 
-def captured(model: Any, ids: Tensor, caches: Any) -> harness.Captured:
+def captured(model: Any, ids: Tensor, caches: Any) -> Step:
     """A decoding step of the model as a CUDA graph."""
-    return harness.Captured(partial(models.forward, model, ids, caches))
+    return harness.captured(partial(models.forward, model, ids, caches))
 
 
 def runs(m: int, n: int) -> str:
@@ -157,7 +157,7 @@ def prefill(wide: Any, packed: Any) -> Result:
     for model in compared.values():
         models.compile_layers(model)
     steps: dict[str, Step] = {name: partial(models.forward, model, ids) for name, model in compared.items()}
-    steps[modes.SERVE_GRAPH] = harness.Captured(steps[modes.SERVE])
+    steps[modes.SERVE_GRAPH] = harness.captured(steps[modes.SERVE])
     return {"tokens": TOKENS, **harness.turns(modes.BASE, steps, rounds=6, repeat=2, warmup=2)}
 
 

@@ -29,22 +29,23 @@ from octavo.models.llama import LlamaConfig
 
 CONFIG = replace(llama.CONFIG, layers=sized(4, 2))
 
-Mode = tuple[Callable[[LlamaConfig], nn.Module], Callable[[nn.Module, Any], Any] | None, str, bool]
+# What makes a model, what converts it, by which recipe, and what of it is compiled: the "whole", its "blocks", or "".
+Mode = tuple[Callable[[LlamaConfig], nn.Module], Callable[[nn.Module, Any], Any] | None, Any, str]
 MODES: dict[str, Mode] = {
-    "bf16, eager": (Plain, None, "", False),
-    BASE: (Plain, None, "", True),
-    FUSED: (Fused, octavo.convert, "rowwise", True),
-    FUSED_ATTENTION: (Fused, partial(octavo.convert, attention="fp8"), "rowwise", True),
-    FUSED_EAGER: (Fused, octavo.convert, "rowwise", False),
-    PLAIN: (Plain, octavo.convert, "rowwise", True),
-    "ours plain: rowwise, eager": (Plain, octavo.convert, "rowwise", False),
-    "ours plain: tensorwise, compile": (Plain, octavo.convert, "tensorwise", True),
-    "ours plain: delayed, compile": (Plain, octavo.convert, "delayed", True),
-    "ours plain: rowwise_dw_bf16, compile": (Plain, octavo.convert, "rowwise_dw_bf16", True),
-    "ours plain: blockwise, compile": (Plain, octavo.convert, "blockwise", True),
-    "torchao: tensorwise, compile": (Plain, use_torchao, "tensorwise", True),
-    "torchao: rowwise_with_gw_hp, compile": (Plain, use_torchao, "rowwise_with_gw_hp", True),
-    "torchao: rowwise, compile": (Plain, use_torchao, "rowwise", True),
+    "bf16, eager": (Plain, None, "", ""),
+    BASE: (Plain, None, "", "whole"),
+    FUSED: (Fused, octavo.convert, "rowwise", "whole"),
+    FUSED_ATTENTION: (Fused, partial(octavo.convert, attention="fp8"), "rowwise", "whole"),
+    FUSED_EAGER: (Fused, octavo.convert, "rowwise", ""),
+    PLAIN: (Plain, octavo.convert, "rowwise", "whole"),
+    "ours plain: rowwise, eager": (Plain, octavo.convert, "rowwise", ""),
+    "ours plain: tensorwise, compile": (Plain, octavo.convert, "tensorwise", "whole"),
+    "ours plain: delayed, compile": (Plain, octavo.convert, "delayed", "whole"),
+    "ours plain: rowwise_dw_bf16, compile": (Plain, octavo.convert, "rowwise_dw_bf16", "whole"),
+    "ours plain: blockwise, compile": (Plain, octavo.convert, "blockwise", "whole"),
+    "torchao: tensorwise, compile": (Plain, use_torchao, "tensorwise", "whole"),
+    "torchao: rowwise_with_gw_hp, compile": (Plain, use_torchao, "rowwise_with_gw_hp", "whole"),
+    "torchao: rowwise, compile": (Plain, use_torchao, "rowwise", "whole"),
 }
 PROFILED = (BASE, FUSED, PLAIN)
 
@@ -52,8 +53,8 @@ PROFILED = (BASE, FUSED, PLAIN)
 class Runner(harness.Passes):
     """A mode's model and its step."""
 
-    def __init__(self, name: str, config: LlamaConfig = CONFIG, tokens: int = TOKENS) -> None:
-        make, convert, recipe, compiled = MODES[name]
+    def __init__(self, mode: Mode, config: LlamaConfig = CONFIG, tokens: int = TOKENS) -> None:
+        make, convert, recipe, compiled = mode
         with torch.device(DEVICE):
             model = make(config).to(torch.bfloat16)
         harness.draw_matrices(model)
@@ -61,15 +62,11 @@ class Runner(harness.Passes):
             convert(model, recipe)
         model.__class__ = harness.own_code(type(model))
         super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE))
-        self.call = torch.compile(model) if compiled else model
-        if convert is octavo.convert and recipe == "delayed":
+        self.call = torch.compile(model) if compiled == "whole" else model
+        for block in model.layers if compiled == "blocks" else ():  # type: ignore[union-attr]
+            block.compile()
+        if convert is octavo.convert and str(getattr(recipe, "name", recipe)).startswith("delayed"):
             self.after = octavo.scales.update_scales
-
-
-def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
-    """SQNR of each mode's output and gradient against BF16, compiled; a wrong one ends the benchmark."""
-    exact = runners[BASE].step()
-    return {name: harness.each_decibels(exact, runner.step()) for name, runner in runners.items() if name != BASE}
 
 
 def categories(step: Callable[[], object]) -> dict[str, Any]:
@@ -114,10 +111,10 @@ def main(_: Options) -> Results:
     needs = {"torchao": "torchao", FUSED_ATTENTION: "nvidia-cudnn-frontend"}
     missing = tuple(start for start, package in needs.items() if not record.installed(package))
     modes = [name for name in MODES if not name.startswith(missing)]
-    runners, peaks = harness.built({name: partial(Runner, name) for name in modes})
-    checks = check(runners)
+    runners, peaks = harness.built({name: partial(Runner, MODES[name]) for name in modes})
+    checks = harness.checked(BASE, runners)  # of the output and the input's gradient
     steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
-    steps[FUSED_GRAPH] = harness.Captured(runners[FUSED].step)
+    steps[FUSED_GRAPH] = harness.captured(runners[FUSED].step)
     times = harness.interleaved(steps, rounds=6, repeat=4, warmup=1)
     gb = {name: peak / 1e9 for name, peak in peaks.items()}
     rows = [{"mode": name, **row, "peak_gb": gb.get(name)} for name, row in harness.rows_of(times, BASE).items()]

@@ -4,8 +4,8 @@ BF16 and torchao are split by PyTorch's styles, with the plan of torchtitan: nor
 sequence, attention and the MLP on a part of their heads and features. The input of q, k, v (of gate and up) is gathered
 once.
 
-Every mode is in memory, and they take turns. First the outputs and the gradients of the input of each mode are compared
-with those of BF16. The time of a step is that of the slowest rank.
+First the outputs and the gradients of the input of each mode are compared with those of BF16. Then the mode takes turns
+with BF16, and its ratio is the median over these turns. The time of a step is that of the slowest rank.
 
     torchrun --nproc-per-node 2 -m bench.gpu.tensor_parallel [--layers 2] [--only octavo] [--rounds 8]
 """
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -32,8 +32,7 @@ import octavo
 from bench.gpu import harness, llama
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.llama import Fused, Plain
-from bench.gpu.modes import speedup
-from bench.gpu.ranks import Row, attempt, bandwidth, chosen, profiled, setting_of, slowest, start
+from bench.gpu.ranks import Bench, Row, bandwidth, chosen, setting_of, slowest, start
 from bench.gpu.variants import use_torchao
 from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
@@ -128,47 +127,25 @@ class Runner(harness.Passes):
 def measure(
     names: list[str], config: LlamaConfig, tokens: int, mesh: DeviceMesh, rounds: int, *, compiled: bool = True
 ) -> Results:
-    """Measure the modes; then those that overlap, which take turns with BF16 too."""
-    runners: dict[str, Runner] = {}
-    rows: list[Row] = []
-    result = {"setting": setting_of(config, tokens), "bytes_per_second": bandwidth(), "modes": rows}
+    """Measure the modes; the result after each."""
+    expected: list[Tensor] = []
 
-    def build(name: str) -> Row:
-        runner = Runner(MODES[name], config, tokens, mesh, compiled=compiled)
-        row = {"sqnr": agreement(runner, runners.get(BASE, runner))}
-        runners[name] = runner
-        return row
+    def make(name: str) -> Runner:
+        return Runner(MODES[name], config, tokens, mesh, compiled=compiled)
 
-    for overlap in (False, True):
-        part = [name for name in names if MODES[name].overlap == overlap]
-        built: list[Row] = []
-        for name in part:
-            attempt(built, name, partial(build, name))
-        rows += [row for row in built if "error" in row]
-        there = [name for name in part if name in runners]
-        steps = {name: runner.step for name, runner in runners.items() if name in {BASE, *there}}
-        found = harness.interleaved(steps, rounds=rounds, repeat=4) if there else {}
-        times = {name: slowest(each) for name, each in found.items()}
-        for name in there:
-            attempt(rows, name, partial(row_of, name, runners[name], times))
-        yield f"gpu_tensor_parallel_{mesh.size()}_gpus", result
+    def check(name: str) -> Row:
+        """The SQNR of a mode's output, and of the gradient of its input; a wrong one is a RuntimeError."""
+        actual = make(name).step()
+        expected[:] = expected or actual
+        found = [harness.decibels(e, a) for e, a in zip(expected, actual, strict=True)]
+        found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
+        if not all(db > 6 for db in found):
+            raise RuntimeError(f"output and gradient are off: {found} dB")
+        return {"sqnr": found}
 
-
-def agreement(runner: Runner, base: Runner) -> list[float]:
-    """The SQNR of a mode's output, and of the gradient of its input, against BF16's; a wrong one is a RuntimeError."""
-    actual = runner.step()
-    expected = actual if runner is base else base.step()
-    found = [harness.decibels(e, a) for e, a in zip(expected, actual, strict=True)]
-    found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
-    if not all(db > 6 for db in found):
-        raise RuntimeError(f"output and gradient are off: {found} dB")
-    return found
-
-
-def row_of(name: str, runner: Runner, times: dict[str, list[float]]) -> Row:
-    """The milliseconds of a mode, and its speed as a multiple of that of BF16 in the same round."""
-    kernels, ratio = profiled(runner.step), speedup({"rounds": times}, name, BASE)
-    return {**harness.summary(times[name]), "ratio": ratio, "rounds": times[name], "kernels": kernels}
+    result = {"setting": setting_of(config, tokens), "bytes_per_second": bandwidth()}
+    for rows in Bench(BASE, check, make, lambda _: {}, tokens, rounds, repeat=4).run(names):
+        yield f"gpu_tensor_parallel_{mesh.size()}_gpus", {**result, "modes": rows}
 
 
 @benchmark(layers=2, rounds=8, only="")

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import octavo
 from bench.cpu.embeddings import calibrated_on_topics, packed_by
-from bench.gpu.harness import DEVICE, Captured, Options, Results, benchmark, interleaved, made, rows_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, interleaved, made, rows_of, show, sized
 from bench.gpu.loss import text
 from bench.gpu.loss.model import CONFIGS
 from bench.gpu.loss.training import Learner, loss_of, steps, texts
@@ -93,7 +93,7 @@ def main(options: Options) -> Results:
         result |= {"schemes": rows, "ms": {}}
         for what, (batch, tokens) in SHAPES.items():
             ids = batches[0].flatten()[: batch * tokens].view(batch, tokens)
-            graphs = {each: Captured(partial(forward, model, ids)) for each, model in models.items()}
+            graphs = {each: captured(partial(forward, model, ids)) for each, model in models.items()}
             result["ms"][what] = rows_of(interleaved(graphs, rounds=10, repeat=5), BASE)
             show(what, result["ms"][what])
         yield "gpu_trained", result

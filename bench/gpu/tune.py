@@ -8,7 +8,7 @@
     cache            the attention that reads a cache of keys and values, by tiles, beside a copy of the same bytes
 
 Change `choose` in octavo.ops.kernels (and `TILES` in octavo.ops.attention_tiles) by what it prints. The other ways to
-compute the same are in bench.gpu.serve, linears, moe and grouped_rows.
+compute the same are in bench.gpu.serve, linears and moe.
 
     python -m bench.gpu.tune gemm [--rows 1,16,64] [--shapes 4]
 """
@@ -24,11 +24,10 @@ from torch import Tensor
 
 from bench.gpu import llama
 from bench.gpu import serve_models as models
-from bench.gpu.grouped_rows import of_columns, of_rows
 from bench.gpu.harness import Options, benchmark, beyond_cache, fastest, in_turn, once, replayed, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.moe import SHAPES as EXPERTS
-from bench.gpu.moe import Products
+from bench.gpu.moe import Products, of_columns, of_rows
 from octavo.inference.kv_cache import DTYPES
 from octavo.numerics import ROW, Cast, QTensor, group
 from octavo.ops import quantize, quantize_matrices, sort_by_expert

@@ -41,11 +41,10 @@ class Variant:
     words: str
 
 
-def exact_dx() -> Recipe:
-    """`rowwise` without fast accumulation in dx."""
-    recipe = rowwise()
-    assert recipe.dx is not None
-    return replace(recipe, dx=replace(recipe.dx, fast_accumulation=False))
+def promoted(recipe: Recipe, *gemms: str) -> Recipe:
+    """`recipe` without fast accumulation in these GEMMs."""
+    found: dict[str, Any] = {gemm: getattr(recipe, gemm) for gemm in gemms}
+    return replace(recipe, **{name: gemm and replace(gemm, fast_accumulation=False) for name, gemm in found.items()})
 
 
 def stochastic(recipe: Recipe) -> Recipe:
@@ -72,7 +71,7 @@ VARIANTS: dict[str, Variant] = {
     BASE: Variant(bf16(), "the baseline"),
     CONTROL: Variant(bf16(), "the control: the same start, rounded to BF16"),
     "rowwise": Variant(rowwise(), "the default; fast accumulation in y and dx"),
-    "rowwise_exact_dx": Variant(exact_dx(), "`rowwise`, no fast accumulation in dx"),
+    "rowwise_exact_dx": Variant(promoted(rowwise(), "dx"), "`rowwise`, no fast accumulation in dx"),
     "rowwise_dw_bf16": Variant(rowwise_dw_bf16(), "`rowwise`, dw in BF16"),
     "rowwise_forward": Variant(rowwise_forward(), "`rowwise` in y, dx and dw in BF16 from its bytes"),
     "rowwise_stochastic": Variant(stochastic(rowwise()), "`rowwise`, gradients rounded stochastically"),

@@ -5,8 +5,7 @@ Two shapes. ViT-H/14 has 128 images of 257 tokens; its blocks are timm's where t
 1,024 tokens that attend to themselves and to 77 of a text; its blocks are diffusers', and it is left out without them.
 
 Each block is compiled by itself. First come the outputs and gradients against BF16's, then the modes take turns.
-The peak memory is that of a step, weights, gradients and input included, by which each mode's model is alone on the
-GPU.
+The peak memory is that of a step, weights, gradients and input included, without the models of other modes.
 
 "ours, only if faster" converts with a batch, so that each layer is judged by its own tokens.
 
@@ -106,50 +105,39 @@ def inputs(shape: Shape) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape.batch, t, shape.width, device=DEVICE, dtype=torch.bfloat16) for t in sizes)
 
 
-def make(shape: Shape, mode: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The compiled stack, the same weights in every mode, and facts of its conversion."""
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = Stack(shape).to(torch.bfloat16)
-    facts: dict[str, Any] = {}
-    if mode.startswith("ours"):
-        faster = mode.endswith("faster") and DEVICE == "cuda"
-        report = octavo.convert(model, "rowwise", only_if_faster=faster, batch=inputs(shape))
-        facts = {"fp8_flops": report.coverage.flops, "fused": len(report.fused), "left": report.skipped}
-        facts["predicted"] = {row.name: row.speedup for row in report.rows if row.name.startswith("blocks.0.")}
-    elif mode.startswith("torchao"):
-        use_torchao(model, mode.split()[1])
-    for block in model.blocks:
-        block.compile()
-    return model, facts
+class Runner(harness.Passes):
+    """A mode's stack, the same weights in every mode; a step returns y, dx and the gradient of the first matrix."""
 
+    def __init__(self, mode: str, shape: Shape, *, compiled: bool = True) -> None:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            stack = Stack(shape).to(torch.bfloat16)
+        self.facts: dict[str, Any] = {}  # of the conversion
+        if mode.startswith("ours"):
+            faster = mode.endswith("faster") and DEVICE == "cuda"
+            report = octavo.convert(stack, "rowwise", only_if_faster=faster, batch=inputs(shape))
+            self.facts = {"fp8_flops": report.coverage.flops, "fused": len(report.fused), "left": report.skipped}
+            self.facts["predicted"] = {row.name: row.speedup for row in report.rows if row.name.startswith("blocks.0.")}
+        elif mode.startswith("torchao"):
+            use_torchao(stack, mode.split()[1])
+        given = inputs(shape)
+        super().__init__(stack, given, torch.randn_like(given[0]), [next(p for p in stack.parameters() if p.ndim == 2)])
+        if compiled:
+            self.compile_blocks()
 
-def step(model: nn.Module, shape: Shape) -> Callable[[], list[Tensor]]:
-    """A forward and backward pass; returns y, dx and the gradient of the first weight matrix."""
-    given = inputs(shape)
-    weight = next(p for p in model.parameters() if p.ndim == 2)
-    return harness.Passes(model, given, torch.randn_like(given[0]), [weight]).step
+    def compile_blocks(self) -> None:
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.compile()
 
 
 def measure(shape: Shape) -> dict[str, Any]:
     modes = [mode for mode in MODES if "torchao" not in mode or record.installed("torchao")]
-    result: dict[str, Any] = {"shape": vars(shape), "conversion": {}, "peak_bytes": {}, "db": {}}
-    reference: list[Tensor] = []
-    for mode in modes:  # alone on the GPU first, for its memory
-        torch._dynamo.reset()  # a compiled block refers to itself, and would hold an earlier mode's model
-        before = harness.allocated()
-        model, result["conversion"][mode] = make(shape, mode)
-        run = step(model, shape)
-        result["peak_bytes"][mode] = harness.peak_of(run, before)
-        found = [t.clone() for t in run()]
-        reference = reference or found
-        result["db"][mode] = harness.each_decibels(reference, found) if mode != "bf16" else []
-        del model, run, found
-    torch._dynamo.reset()
-    harness.allocated()
-    steps = {mode: step(make(shape, mode)[0], shape) for mode in modes}
+    runners, peaks = harness.built({mode: partial(Runner, mode, shape) for mode in modes})
+    result = {"shape": vars(shape), "conversion": {mode: runner.facts for mode, runner in runners.items()}}
+    result |= {"peak_bytes": peaks, "db": {"bf16": []} | harness.checked("bf16", runners)}
+    steps = {mode: runner.step for mode, runner in runners.items()}
     result["rounds"] = harness.interleaved(steps, rounds=15, repeat=3)
-    result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in modes}
+    result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in steps}
     show(result)
     return result
 
@@ -279,21 +267,14 @@ def new_process(mode: str, scope: str, depth: int) -> dict[str, float]:
 
 def first_step(mode: str, scope: str, depth: int) -> dict[str, float]:
     """Seconds that the first compiled step takes beyond a later one, and milliseconds of the later one."""
-    shape = replace(SHAPES["ViT-H/14"], layers=depth)
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = Stack(shape).to(torch.bfloat16)
-    if mode == "ours":
-        octavo.convert(model, "rowwise", skip=[])
-    run = step(model, shape)
-    run()  # initializes the libraries
+    runner = Runner(mode, replace(SHAPES["ViT-H/14"], layers=depth), compiled=False)
+    runner.step()  # initializes the libraries
     if scope == "whole":
-        model.compile()
+        runner.model.compile()
     else:
         torch._dynamo.config.recompile_limit = 64
-        for block in model.blocks:
-            block.compile()
-    first, *later = (timed(run, torch.device(DEVICE))[0] for _ in range(4))
+        runner.compile_blocks()
+    first, *later = (timed(runner.step, torch.device(DEVICE))[0] for _ in range(4))
     return {"seconds": first - min(later), "later_ms": min(later) * 1e3}
 
 

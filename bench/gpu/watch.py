@@ -17,7 +17,7 @@ import torch
 
 from bench.gpu.harness import Options, Results, allocated, benchmark, interleaved, peak_of, show, sized, summary
 from bench.gpu.modes import FUSED
-from bench.gpu.stack import CONFIG, Runner
+from bench.gpu.stack import CONFIG, MODES, Runner
 from octavo.watching.collection import CHECK_INTERVAL, Watch, watch
 
 INTERVAL = 100
@@ -56,9 +56,9 @@ class WatchedRunner(Runner):
 def measure(mode: str = FUSED, *, many: int = INTERVAL, **options: Any) -> dict[str, Any]:
     """Times, memory and equality of the stack with and without a watch; `many` steps at the default interval."""
     before = allocated()
-    plain = Runner(mode, **options)
+    plain = Runner(MODES[mode], **options)
     least, before = peak_of(plain.step, before), allocated()
-    watched = WatchedRunner(mode, **options)
+    watched = WatchedRunner(MODES[mode], **options)
     single = {UNSAMPLED: watched.every(NEVER, NEVER), BRIEF: watched.every(NEVER, 1), FULL: watched.every(1, NEVER)}
     peaks = [peak_of(step, before) for step in single.values()]
     assert torch.equal(plain.step()[0], watched.step()[0])
@@ -78,7 +78,7 @@ def small_equality(mode: str = FUSED, **options: Any) -> dict[str, bool]:
     """Whether outputs and gradients of a small stack are equal: twice without a watch, and without and with one."""
     torch.use_deterministic_algorithms(True)
     try:
-        plain, watched = Runner(mode, **options), WatchedRunner(mode, **options)
+        plain, watched = Runner(MODES[mode], **options), WatchedRunner(MODES[mode], **options)
         watched.every(1, 1)()  # the next step is sampled
         first, second, third = (everything(runner) for runner in (plain, plain, watched))
         watched.watch.close()

@@ -147,11 +147,6 @@ def number(value: float | None, form: str = "{:.2f}x") -> str:
     return MISSING if value is None else form.format(value)
 
 
-def ratio(above: float | None, below: float | None) -> float | None:
-    """`above` / `below`; None where either was not measured."""
-    return None if above is None or below is None else above / below
-
-
 def machine(result: Result) -> str:
     """One line that says where, with what and when a result was measured."""
     facts, threads = result["machine"], "{} thread" if result["machine"].get("threads") == 1 else "{} threads"

@@ -14,7 +14,7 @@ from typing import Any
 from bench.gpu import modes
 from bench.report import loss, performance, plan, plots, recipes, scaling, shipped, training
 from bench.report.filler import Result, fill, fill_row, load, markdown, names_of
-from bench.report.front_page import front, gains
+from bench.report.performance import front, gains
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -1,15 +1,17 @@
-"""Figures of docs/performance.md that follow from several rows of the results of the GPU benchmarks."""
+"""Figures of docs/performance.md that follow from several rows of the results, and the gains that README shows."""
 
 import csv
+import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.gpu.modes import BASE, EAGER, FP8_CACHE, FUSED, HOOKED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
-from bench.report import loss, training
-from bench.report.filler import Result, Row, ratio, spread
+from bench.gpu import modes
+from bench.gpu.modes import BASE, FP8_CACHE, FUSED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
+from bench.report import loss, scaling, training
+from bench.report.filler import Result, Row, fill, names_of, number, spread
 from octavo.nn.only_if_faster import SHIPPED
 from octavo.rates.measured import Measurement, Table
 
@@ -18,17 +20,10 @@ ONLY_IF_FASTER = 0.98  # of BF16's speed: what a layer aims at that is converted
 GRAPHS = {OCTAVO: SERVE, FP8_CACHE: SERVE_FP8_CACHE, STATIC: BASE}  # the graph, captured by hand, of a way
 SCOPES = {"whole": "`torch.compile(model)`", "block": "`block.compile()` for each block"}
 EXPERTS = {"mixtral": "Mixtral's", "small experts": "small experts"}
-
-Rows = Iterator[Row]
-
-
 # A mode of the stack whose code was replaced after it was measured: the table of recipes has the speed of the new code.
 REPLACED = "ours plain: delayed, compile"
 
-
-def current(stack: Result) -> list[Result]:
-    """The modes of the stack that were measured with the code of today."""
-    return [row for row in stack["modes"] if row["mode"] != REPLACED]
+Rows = Iterator[Row]
 
 
 # --- Generating text -------------------------------------------------------------------------------------------
@@ -51,13 +46,8 @@ def figure(results: dict[str, Result], section: str, way: str, key: str, prompt:
 def graph_share(results: dict[str, Result], batch: int, way: str) -> float | None:
     """The tokens a second of a way over those of its decoding step as a CUDA graph that was captured by hand."""
     rates = results["gpu_generate"].get(f"graphs {batch}", {}).get("tokens_per_second", {})
-    return ratio(figure(results, f"decode {batch}", way, "tokens_per_second"), rates.get(GRAPHS.get(way)))
-
-
-def eager_speed(results: dict[str, Result], batch: int) -> float | None:
-    """The tokens a second of a packed model without CUDA graphs over those of BF16 without them."""
-    section, key = f"decode {batch}", "tokens_per_second"
-    return ratio(figure(results, section, HOOKED, key), figure(results, section, EAGER, key))
+    own, graph = figure(results, f"decode {batch}", way, "tokens_per_second"), rates.get(GRAPHS.get(way))
+    return own / graph if own and graph else None
 
 
 # --- The layer stack -------------------------------------------------------------------------------------------
@@ -122,10 +112,12 @@ def layer_speedups(cells: list[Result], mode: str, other: str) -> list[float]:
     return [speedup(cell, mode, other) for cell in cells if {mode, other} <= cell["rounds"].keys()]
 
 
-def layer_ranges(cells: list[Result]) -> Rows:
-    for mode in dict.fromkeys(mode for cell in cells for mode in cell["rounds"] if mode != "bf16"):
-        found = layer_speedups(cells, mode, "bf16")
-        yield {"mode": mode, "least": min(found), "median": statistics.median(found), "most": max(found)}
+def ranges(speeds: dict[str, list[float]]) -> Rows:
+    """The least, the median and the largest speed of each mode or recipe, and the share of its speeds that gain."""
+    for name, found in speeds.items():
+        share = sum(speed > 1 for speed in found) / len(found)
+        figures = {"least": min(found), "median": statistics.median(found), "most": max(found)}
+        yield {"name": name, "share": share, **figures}
 
 
 def below(values: list[float], bound: float) -> str:
@@ -147,13 +139,10 @@ def layer_sizes() -> list[Measurement]:
     return sorted(grid, key=lambda row: (row.recipe, row.M, row.K, row.N))
 
 
-def size_ranges() -> Rows:
-    """The speeds of each recipe over all sizes, and the share of the sizes that gain."""
-    for recipe in dict.fromkeys(row.recipe for row in layer_sizes()):
-        found = [row.speedup for row in layer_sizes() if row.recipe == recipe]
-        share = sum(speed > 1 for speed in found) / len(found)
-        figures = {"least": min(found), "median": statistics.median(found), "most": max(found)}
-        yield {"recipe": recipe, "share": share, **figures}
+def speeds_by_recipe() -> dict[str, list[float]]:
+    """The speeds of each recipe over all sizes."""
+    recipes = dict.fromkeys(row.recipe for row in layer_sizes())
+    return {recipe: [row.speedup for row in layer_sizes() if row.recipe == recipe] for recipe in recipes}
 
 
 def fastest_bf16(ms: dict[str, float]) -> str:
@@ -224,10 +213,6 @@ def expert_shapes(shapes: dict[str, Result]) -> list[Result]:
     return [{**shapes[key], "experts": name} for key, name in EXPERTS.items()]
 
 
-def serve_medians(results: dict[str, Result], part: str) -> dict[str, float]:
-    return {mode: ms["median"] for mode, ms in results["gpu_serve"][part]["ms"].items()}
-
-
 def scheme_speeds(rows: Iterable[Row]) -> dict[int, dict[str, float]]:
     """BF16's time over the scheme's, of all layers together, by tokens and scheme."""
     times: dict[int, dict[str, float]] = {}
@@ -238,10 +223,6 @@ def scheme_speeds(rows: Iterable[Row]) -> dict[int, dict[str, float]]:
         tokens: {scheme: us["bf16"] / each for scheme, each in us.items() if scheme != "bf16"}
         for tokens, us in times.items()
     }
-
-
-def count(tokens: int) -> str:
-    return f"{tokens:,} token{'s' * (tokens != 1)}"
 
 
 PARITY = """<!-- each parity(results) -->
@@ -260,3 +241,72 @@ def parity(results: dict[str, Result]) -> Rows:
             named = {"models": row["models"], "machine": machine}
             yield {**named, "mode": "default", "kl": f"{row['default']:.1e}{spread}"}
             yield {**named, "mode": "same bits", "kl": kl}
+
+
+# --- The gains that README shows: speeds over compiled BF16 and over torchao, with the accuracy beside them -----
+
+LLAMA = "Llama-3-8B's shape"
+NOT_DECIDED = "final loss: these runs do not decide it"
+FRONT = ("a whole step", "Llama-3-8B, 32 layers", "experts", "Generate one text", "GPT of width")  # README's rows
+
+
+class Gain(NamedTuple):
+    """A line of gains.template.md: speeds as multiples of compiled BF16's and of torchao's (None: not measured)."""
+
+    what: str
+    to_bf16: float
+    to_torchao: float | None
+    accuracy: str
+    link: str
+
+    def row(self, docs: str = "docs/") -> Row:
+        """The cells; `docs` is the folder of the pages, as seen from the page with the table."""
+        accuracy = {"accuracy against BF16": self.accuracy} if self.accuracy else {}
+        speeds = {"speed over compiled BF16": number(self.to_bf16), "over torchao": number(self.to_torchao)}
+        return {"": self.what, **speeds, **accuracy, "measured": f"[how]({docs}{self.link})"}
+
+
+def front(results: dict[str, Result]) -> list[Gain]:
+    """The five rows of README, the one that loses among them, without the measures of accuracy, which differ by row."""
+    found = {key: gain for key in FRONT for gain in gains(results) if key in gain.what}
+    return [found[key]._replace(accuracy="") for key in FRONT]
+
+
+def gains(results: dict[str, Result]) -> list[Gain]:
+    names = names_of(results, modes, scaling, training) | globals()
+    found: list[Gain] = []
+    for line in Path(__file__).with_name("gains.template.md").read_text().splitlines():
+        what, speeds, accuracy, link = line.split(" | ")
+        to_bf16, to_torchao = eval(speeds, names)
+        found.append(Gain(fill(what, names), to_bf16, to_torchao, fill(accuracy, names), link))
+    return found
+
+
+def faster(speeds: Mapping[str, float], ours: str, base: str = "bf16") -> tuple[float, float | None]:
+    """The speed of a mode over BF16's, and over that of torchao's fastest mode."""
+    torchao = [speed for mode, speed in speeds.items() if mode.startswith("torchao")]
+    return speeds[ours] / speeds[base], speeds[ours] / max(torchao) if torchao else None
+
+
+def gpt_speeds(result: Result) -> dict[str, float]:
+    """Of the GPT that was measured before Octavo's GPT-2 had three layers for q, k and v."""
+    return {row["mode"]: 1 / row["milliseconds"] for row in result["step_times"]["steps"]}
+
+
+def graphs_speed(generated: Result, batch: int, way: str) -> float:
+    """The speed of the decoding steps of a way over those of BF16, both compiled and captured as a CUDA graph."""
+    rates = generated[f"graphs {batch}"]["tokens_per_second"]
+    return float(rates[GRAPHS[way]] / rates[BASE])
+
+
+def graphs(results: dict[str, Result], batch: int, way: str) -> str:
+    loop = number(figure(results, f"decode {batch}", way, "tokens_per_second_speedup"))
+    where = f"{LLAMA}, CUDA graphs of both, {gpu(results['gpu_generate'])}"
+    return f"{where}; `generate` is {loop} over transformers' loop in BF16"
+
+
+def gpu(result: Result) -> str:
+    """The GPU's short name, H100 of "NVIDIA H100 80GB HBM3"."""
+    name = str(result["machine"]["gpu"])
+    short = re.search(r"\b[A-Z]\d00\b", name)
+    return short[0] if short else name

@@ -6,9 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
-from bench.gpu.offload import BASE as HOSTED
-from bench.gpu.offload import KINDS, MODES
-from bench.gpu.plan import AIMS, MODELS, with_plan
+from bench.gpu.plan import AIMS, HOST_MODES, HOSTED, KINDS, MODELS, with_plan
 from bench.report.filler import Fields, Result, Row
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs
@@ -195,10 +193,10 @@ def largest_batches(results: dict[str, Result]) -> Rows:
 
 
 def host_errors(results: dict[str, Result]) -> Rows:
-    """Whole steps with masters on the host (bench/gpu/offload.py), until the last weight is updated."""
+    """Whole steps with masters on the host (bench/gpu/plan.py), until the last weight is updated."""
     for row in results["gpu_offload"]["rows"]:
         for kind, (settings, _) in KINDS.items():
-            found, config = row[kind], HOSTED.change(**MODES[row["mode"]], **settings)
+            found, config = row[kind], HOSTED.change(**HOST_MODES[row["mode"]], **settings)
             plan = TrainingPlan(make_setup(find_architecture("", config), config, find_gpu("h200"), 1))
             gb = compared(plan.memory.peak / 1e9, found["peak_bytes"] / 1e9)
             host = compared(plan.memory.offloaded / 1e9, row["host_bytes"] / 1e9)

@@ -17,8 +17,7 @@ from bench.gpu.modes import BASE, OURS, WIDE, speedup
 from bench.report import loss as loss_page
 from bench.report import scaling
 from bench.report.filler import Result
-from bench.report.front_page import front
-from bench.report.performance import layer_cells, layer_sizes
+from bench.report.performance import front, layer_cells, layer_sizes
 
 BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
 MODES = {"bf16": GREY, "rowwise": BLUE, "rowwise_if_faster": GREEN, "torchao": ORANGE}

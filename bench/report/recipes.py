@@ -4,21 +4,19 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.resources import files
-from typing import Any
 
-from bench.gpu.variants import BASE, CONTROL, VARIANTS
+from bench.gpu.variants import BASE, CONTROL, VARIANTS, promoted
 from bench.report.filler import MISSING, Result, Row, number
 from octavo.checkpoint.scheme import SCHEMES, Scheme, find_gemm, scheme_on
 from octavo.ops import Backend
 from octavo.ops.dispatch import gemm_backends, grouped_backends, in_formats_of
 from octavo.ops.launching import ARCHITECTURES, GpuArchitecture
-from octavo.recipe import PRESETS, Recipe, blockwise, mxfp8, rowwise
+from octavo.recipe import GEMMS, PRESETS, Recipe, blockwise, mxfp8, rowwise
 
 Rows = Iterator[Row]
 DEFAULT = "rowwise"
 RESOLUTION = 0.0025  # the smallest gap that the runs are meant to resolve
 NOISE = 0.02  # of speeds and peaks: recipes that are closer to the default count as its equals
-GEMMS = ("y", "dx", "dw")
 
 
 def recipe_table(found: Result) -> Rows:
@@ -45,9 +43,7 @@ def computed(found: Result, name: str) -> bool:
 
 def exact(name: str) -> Recipe:
     """The recipe of a variant without its name and without fast accumulation."""
-    recipe = VARIANTS[name].recipe
-    gemms: dict[str, Any] = {gemm: getattr(recipe, gemm) for gemm in GEMMS}
-    return replace(recipe, name="", **{k: gemm and replace(gemm, fast_accumulation=False) for k, gemm in gemms.items()})
+    return replace(promoted(VARIANTS[name].recipe, *GEMMS), name="")
 
 
 def errors_of(found: Result, name: str, gemm: str) -> str:

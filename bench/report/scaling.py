@@ -15,7 +15,7 @@ GROUP = 64  # GPUs that share the weights, at most
 LAYERS = 32  # of Llama-3-8B
 CARDS = (400, 100, 25)  # Gb/s of each GPU's network card
 MODES = (BASE, WIDE, OURS, TORCHAO)
-EAGER = "bf16, eager"
+EAGER_BASE = "bf16, eager"
 NVLINK = find_gpu("h200").link
 
 
@@ -46,8 +46,8 @@ def fsdp(results: dict[str, Result]) -> Rows:
 def compiled_gains(results: dict[str, Result]) -> str:
     """What compiling gains, and FP8 with it, over eager BF16, where that was measured; then FP8 over compiled BF16."""
     found = [rows_of(run) for run in runs(results)]
-    eager = next(modes for modes in found if EAGER in modes)
-    base, fp8 = (eager[EAGER]["median"] / eager[mode]["median"] - 1 for mode in (BASE, OURS))
+    eager = next(modes for modes in found if EAGER_BASE in modes)
+    base, fp8 = (eager[EAGER_BASE]["median"] / eager[mode]["median"] - 1 for mode in (BASE, OURS))
     ratios = [modes[OURS]["ratio"] for modes in found]
     return f"{base:+.1%} here and FP8 with it {fp8:+.1%}, {min(ratios):.2f}x to {max(ratios):.2f}x of compiled BF16"
 
@@ -74,11 +74,6 @@ def network(results: dict[str, Result]) -> Rows:
             gains = {"to_wide": speedup(link, OURS, WIDE), "to_base": speedup(link, OURS, BASE)}
             for mode, times in rounds.items():
                 yield {**result["setting"], **link, **gains, "mode": mode, "ms": statistics.median(times)}
-
-
-def tensor_parallel(results: dict[str, Result]) -> Rows:
-    for run in runs(results, "gpu_tensor_parallel_"):
-        yield from ({**run, **row} for row in rows_of(run).values())
 
 
 # --- Projected -------------------------------------------------------------------------------------------------

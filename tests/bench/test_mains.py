@@ -67,7 +67,7 @@ def test_every_main_is_imported_and_says_how_it_is_called(name: str) -> None:
         assert any(name in command for command in (*smoke.COMMANDS, *smoke.COMMANDS_OF_A_GPU))
 
 
-STARTS_PROCESSES = ("torch.distributed.run", "bench.gpu.start", "bench.gpu.offload", "vision --only compile")
+STARTS_PROCESSES = ("torch.distributed.run", "--only start", "--hosted", "vision --only compile")
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_wrong_results_end_a_benchmark(capsys: pytest.CaptureFixture[str], monke
     with pytest.raises(AssertionError, match="rotate: .* bytes are not the reference's"):
         kernels.check(rotate)
     with pytest.raises(AssertionError):
-        harness.against("base", {"base": lambda: torch.ones(4), "other": lambda: -torch.ones(4)})
+        harness.turns("base", {"base": lambda: torch.ones(4), "other": lambda: -torch.ones(4)}, rounds=1, repeat=1)
     assert harness.made("a mode", lambda: 1 // 0) is None  # a mode that does not run is left out
     assert "a mode: ZeroDivisionError" in capsys.readouterr().out
 
@@ -143,8 +143,8 @@ def test_plain_and_fused_blocks_compute_the_same() -> None:
 
 def test_a_mode_in_fp8_is_near_bf16_and_its_step_leaves_no_gradient() -> None:
     modes = {BASE: "bf16, eager", FUSED: FUSED_EAGER, "plain": "ours plain: rowwise, eager"}
-    runners = {name: stack.Runner(mode, BLOCKS, 16) for name, mode in modes.items()}
-    found = stack.check(runners)
+    runners = {name: stack.Runner(stack.MODES[mode], BLOCKS, 16) for name, mode in modes.items()}
+    found = harness.checked(BASE, runners)
     assert all(40 < db < 50 for each in found.values() for db in each)
     for runner in runners.values():
         runner.step()

@@ -35,10 +35,10 @@ def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
     MODES["broken"] = replace(MODES[EAGER], convert=fail)
     MODES["not in FP8"] = replace(MODES[EAGER], convert=lambda model: None)
-    bench = fsdp.Bench(TINY, TOKENS, 3)
-    write(bench.run([BASE, EAGER, "broken", "not in FP8", WIDE, OURS]))
+    results = list(fsdp.measure([BASE, EAGER, "broken", "not in FP8", WIDE, OURS], TINY, TOKENS, 3))
+    write(iter(results))
     write(fsdp.over_links([BASE, WIDE], TINY, TOKENS, [1, 2], 2))
-    return bench.rows
+    return results[-1][1]["modes"]
 
 
 def fail(*_: Any) -> None:
@@ -50,8 +50,8 @@ def test_modes_are_measured_and_written(tmp_path: Path) -> None:
     earlier = {"machine": {"commit": "abc"}, "modes": [{"mode": BASE, "median": 1.0}, {"mode": "other", "median": 2.0}]}
     (tmp_path / "gpu_fsdp_2_layers_2_gpus.json").write_text(json.dumps(earlier))
     rows, others = run_ranks(2, measure, str(tmp_path))
-    assert [row["mode"] for row in rows] == [BASE, EAGER, "broken", "not in FP8", WIDE, OURS]
-    base, eager, broken, exact, wide, ours = rows
+    assert [row["mode"] for row in rows] == [BASE, EAGER, "broken", "not in FP8", WIDE, OURS, "other"]
+    base, eager, broken, exact, wide, ours, kept = rows
     assert broken["error"] == "ValueError: no such mode"
     assert "the gradients must be off by 0.03 to 0.5, and are by 0.0" in exact["error"]
     assert eager["gradient_error"] == 0  # compiled neither
@@ -72,8 +72,9 @@ def test_modes_are_measured_and_written(tmp_path: Path) -> None:
     assert eager["ratio"] == statistics.median(turns)
 
     written = json.loads((tmp_path / "gpu_fsdp_2_layers_2_gpus.json").read_text())
-    kept = earlier["modes"][1] | {"machine": {"commit": "abc"}}
-    assert written["modes"] == [{"ratio": 1.0, **base}, *rows[1:], kept]
+    assert base["ratio"] == 1.0
+    assert kept == earlier["modes"][1] | {"machine": {"commit": "abc"}}
+    assert written["modes"] == rows
     assert written["setting"]["world"] == 2
     assert written["bytes_per_second"] > 0
     network = json.loads((tmp_path / "gpu_network_direct.json").read_text())
@@ -127,10 +128,10 @@ def measure_blocks(rank: int, folder: str) -> list[Any]:
 def test_blocks_in_bf16_equal_one_process(tmp_path: Path) -> None:
     results = run_ranks(2, measure_blocks, str(tmp_path))
     rows = json.loads((tmp_path / "gpu_tensor_parallel_2_gpus.json").read_text())["modes"]
-    assert [row["mode"] for row in rows] == ["broken", "bf16", "octavo: rowwise", "bf16, async"]
-    assert rows[0] == {"mode": "broken", "error": "ValueError: no such mode"}
-    assert rows[1]["ratio"] == 1.0
-    assert len(rows[2]["rounds"]) == 2
+    assert [row["mode"] for row in rows] == ["bf16", "bf16, async", "broken", "octavo: rowwise"]
+    assert rows[0]["ratio"] == 1.0
+    assert rows[2] == {"mode": "broken", "error": "ValueError: no such mode"}
+    assert [len(times) for times in rows[3]["rounds"].values()] == [2, 2]
 
     model = Plain(BLOCKS).to(torch.bfloat16)
     draw_matrices(model)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gpu.variants import VARIANTS, recipe_of, use_torchao
+from bench.gpu.variants import VARIANTS, promoted, recipe_of, use_torchao
 from octavo.models.decoder import KVCache
 from octavo.models.llama import Attention, Block, Llama, LlamaConfig, RMSNorm
 from octavo.nn import convert, select_linears, use_fp8_attention
@@ -26,7 +26,7 @@ from octavo.numerics import ROW, Cast
 from octavo.ops import quantize
 from octavo.packing.scale_search import cast_by, search_scale
 from octavo.packing.transforms import smoothing_factors
-from octavo.recipe import GEMMS, Recipe, rowwise
+from octavo.recipe import GEMMS, rowwise
 from octavo.train.config import Config
 from octavo.train.model import make_model as build
 from octavo.train.model import prepare_blocks
@@ -51,14 +51,9 @@ METHODS = ("", "least squares", "error feedback", "smoothing")  # the last round
 IN_BF16 = ("bf16", "twin")  # a twin is BF16 whose weights were disturbed once, as it branched
 
 
-def exact() -> Recipe:
-    """`rowwise` without fast accumulation."""
-    y, dx = (replace(gemm, fast_accumulation=False) for gemm in (rowwise().y, rowwise().dx) if gemm is not None)
-    return replace(rowwise(), y=y, dx=dx)
-
-
 ONLY = {f"rowwise_{gemm}_only": rowwise().in_bf16(*(set(GEMMS) - {gemm})) for gemm in GEMMS}  # one GEMM in FP8
-OWN = {name: replace(recipe, name=name, emulate=True) for name, recipe in (ONLY | {"rowwise_exact": exact()}).items()}
+EXACT = {"rowwise_exact": promoted(rowwise(), "y", "dx")}  # dw has no fast accumulation
+OWN = {name: replace(recipe, name=name, emulate=True) for name, recipe in (ONLY | EXACT).items()}
 IN_PARTS = tuple(f"rowwise{part}" for part in (FP8_ATTENTION, FP8_HEAD))
 MODES = (*IN_BF16, *TORCHAO, *OWN, *IN_PARTS, *(name for name in VARIANTS if name not in IN_BF16))
 
@@ -144,7 +139,11 @@ def make_model(mode: str, config: Config, device: torch.device, *, normed: bool 
     The weights are drawn from torch's seed. A Llama is `normed` or Octavo's own. The model of a mode with ` + FP8 head`
     returns the inputs of its head, whose weight is that of the embedding: `linear_cross_entropy` computes the loss.
     """
-    model = normed_llama(config) if normed and config.model == "llama" else build(config, padded(config), Path())
+    if normed and config.model == "llama":
+        sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context", "tied")}
+        model: nn.Module = NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes))
+    else:
+        model = build(config, padded(config), Path())
     model.to(device)
     layers = mode.removesuffix(FP8_ATTENTION).removesuffix(FP8_HEAD)
     name, converted = layers.removesuffix(IF_FASTER), 0
@@ -166,11 +165,6 @@ def make_model(mode: str, config: Config, device: torch.device, *, normed: bool 
         model.lm_head = nn.Identity()
     prepare_blocks(model, config)
     return model, converted
-
-
-def normed_llama(config: Config) -> nn.Module:
-    sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context", "tied")}
-    return NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes))
 
 
 def padded(config: Config) -> int:
