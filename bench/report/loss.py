@@ -23,7 +23,7 @@ NAMES = {
     "torchao_tensorwise": "torchao `tensorwise`",
 }
 MODELS = {"gpt2": " with GELU", "mixture": " of experts"}  # others than a Llama
-CONCLUDED = {"rowwise", "rowwise_y_only", "rowwise_dx_only", "rowwise + FP8 head", "groupwise", "tensorwise_e4m3", "x of all"}
+CONCLUDED = {"rowwise", "rowwise_dx_only", "rowwise + FP8 head", "groupwise", "tensorwise_e4m3", "x of all"}
 FEW = 4  # fewer data orders than these say too little about their own deviation
 
 
