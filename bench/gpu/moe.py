@@ -57,7 +57,7 @@ class Shape:
 
 SHAPES = sized(
     {"mixtral": Shape(8, 4096, 14336, 2, 16384), "small experts": Shape(128, 2048, 768, 8, 8192)},
-    {"mixtral": Shape(4, 256, 128, 2, 64)},
+    {"mixtral": Shape(4, 256, 128, 2, 256)},  # 128 rows of an expert, which dw needs
 )
 
 SCHEMES = ("channel", "static", "block", "group128", "mx", "weight")

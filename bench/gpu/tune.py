@@ -28,7 +28,6 @@ from bench.gpu.harness import Options, benchmark, beyond_cache, fastest, in_turn
 from bench.gpu.kernels import copy_ms
 from bench.gpu.moe import SHAPES as EXPERTS
 from bench.gpu.moe import Products, of_columns, of_rows
-from octavo.inference.kv_cache import DTYPES
 from octavo.numerics import ROW, Cast, QTensor, group
 from octavo.ops import quantize, quantize_matrices, sort_by_expert
 from octavo.ops.attention_tiles import TILES, Tile, choose_tile
@@ -157,7 +156,7 @@ def cache(batch: int, *_: int) -> None:
     heads, kv_heads, dim = llama.LLAMA.heads, llama.LLAMA.kv_heads, llama.LLAMA.head_dim
     for context in sized((32768, 4096), (256,)):
         q, k, v = (bf16(batch, n, t, dim) for n, t in ((heads, 1), (kv_heads, context), (kv_heads, context)))
-        for dtype in DTYPES:
+        for dtype in ("bf16", "fp8", "int8"):
             store = models.filled(dtype, k, v)
             size = store.keys.element_size()
             before, step = TILES[size], partial(store.attend, q)

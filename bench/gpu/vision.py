@@ -156,7 +156,7 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {  # what prepares a model
 class VisionTransformer:
     """timm's ViT-H/14 and its images."""
 
-    library, block, batches = "timm", "Block", sized((64, 128), (2, 4))
+    library, block, batches = "timm", "Block", sized((64, 128), (16, 32))  # torchao needs rows in multiples of 16
 
     @staticmethod
     def make() -> nn.Module:

@@ -208,6 +208,15 @@ def flat(row: Row) -> dict[str, Any]:
 # --- Experts, serving, schemes ---------------------------------------------------------------------------------
 
 
+def descriptor_gains(results: dict[str, Result], scales: str, key: str) -> str:
+    """The least and the largest speed of a GEMM's best tiling by `key`, over that of the best one by pointers."""
+    rows = [row for row in results["gpu_descriptors"]["gemms"] if row["scales"] == scales]
+    shapes = {(row["m"], row["n"], row["k"]) for row in rows}
+    by_shape = [[row for row in rows if (row["m"], row["n"], row["k"]) == shape] for shape in shapes]
+    gains = [min(row["pointers_us"] for row in each) / min(row[key] for row in each) for each in by_shape]
+    return f"{min(gains):.2f}x to {max(gains):.2f}x"
+
+
 def expert_shapes(shapes: dict[str, Result]) -> list[Result]:
     """The measured shapes of experts, with their names."""
     return [{**shapes[key], "experts": name} for key, name in EXPERTS.items()]

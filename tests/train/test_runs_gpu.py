@@ -190,14 +190,15 @@ def test_weights_gradients_and_moments_leave_the_gpu(measured_offload, optimizer
 @pytest.mark.parametrize(
     "chosen", [{"clip": 0.0}, {"accumulate": 3}, {"recipe": "delayed", "watch": {"interval": 2}}, {"clip": 0.1}]
 )
-def test_masters_on_the_host_give_the_losses_of_the_gpu(measured_offload, chosen):
-    """A copy that begins too early, or memory that is written while a copy reads it, gives others. At ten times the rate
-    a change of each weight by one part in 10^7 changes the fourth loss by 1 %."""
-    slow = {"learning_rate": 1e-5, "min_learning_rate": 1e-6, "save_every": 100}
-    settings = {"recipe": "rowwise", "steps": 12, "log_every": 1} | slow | chosen
+def test_masters_on_the_host_give_the_losses_of_the_gpu(measured_offload, monkeypatch, chosen):
+    """A copy that begins too early, or memory that is written while a copy reads it, gives other bits than a run in
+    which every launch waits for its end. AdamW on a CPU rounds otherwise than on a GPU: the losses differ by 0.4 %."""
+    settings = {"recipe": "rowwise", "steps": 12, "log_every": 1, "save_every": 100} | chosen
     losses, _ = measured_offload("plain", **settings)
     moved, _ = measured_offload("host", **settings, optimizer={"masters": "host"})
-    assert moved == pytest.approx(losses, rel=1e-3)
+    assert moved == pytest.approx(losses, rel=2e-2)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert measured_offload("waiting", **settings, optimizer={"masters": "host"})[0] == moved
 
 
 @pytest.mark.gpu
