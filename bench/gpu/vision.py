@@ -172,7 +172,7 @@ class VisionTransformer:
 class UNet:
     """diffusers' U-Net of SDXL's shape (Podell et al. 2023, arXiv:2307.01952), and latents of 1,024 x 1,024 pixels."""
 
-    library, block, batches = "diffusers", "BasicTransformerBlock", sized((4, 8), (1, 2))
+    library, block, batches = "diffusers", "BasicTransformerBlock", sized((4, 8), (16, 32))
 
     @staticmethod
     def make() -> nn.Module:
