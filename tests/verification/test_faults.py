@@ -201,8 +201,9 @@ def group(change: Callable[[dict[str, Any]], Any]) -> Damage:
     return in_json(CONFIG, lambda config: change(config["quantization_config"]["config_groups"]["group_0"]))
 
 
-def labelled(**weights: Any) -> Damage:
-    return group(lambda found: found["weights"].update(weights))
+def labelled(kind: str = "float", **weights: Any) -> Damage:
+    label = group(lambda found: found["weights"].update(weights, type=kind))
+    return lambda *folder: (label(*folder), quantization(format=f"{kind}-quantized")(*folder))
 
 
 def index(change: Callable[[dict[str, str]], Any]) -> Damage:
@@ -419,6 +420,10 @@ of_channel("config", CONFIG, {
     ),
     "torchao's int8": (quantization(quant_method="torchao", quant_type="int8"), "PerRow or PerTensor; it is 'int8'"),
     "packed words": (quantization(format="pack-quantized"), "format must be one of float-quantized"),
+    "format of integers": (
+        quantization(format="int-quantized"),
+        "format is 'int-quantized', and config_groups have weights of type float",
+    ),
     "no groups": (quantization(config_groups={}), "must hold groups, it is {}"),
     "a group that is none": (
         quantization(config_groups={"g": 3}), "config_groups.g must have targets (names) and weights, it is 3",
@@ -439,7 +444,7 @@ of_channel("scale", Q + SCALE, {
     "a scale is tiny": (put(Q + SCALE, (3, 0), 1e-44), "1 of 256 are below 2^-127, and 1 / scale overflows"),
 })  # fmt: skip
 of_channel("tensor", Q + W, {
-    "labelled int8": (labelled(type="int"), "must be I8, it is F8_E4M3"),
+    "labelled int8": (labelled("int"), "must be I8, it is F8_E4M3"),
     "labelled groups of 48": (labelled(strategy="group", group_size=48), "not a multiple of its blocks of 1 x 48"),
     "e5m2": (replaced(Q + W, lambda w: w.float().to(torch.float8_e5m2)), "must be F8_E4M3"),
     "no weight": (renamed(Q + W, f"{Q}.w"), MISSING),

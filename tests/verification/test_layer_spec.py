@@ -40,8 +40,8 @@ def one(settings: dict[str, Any], name: str = "a.q_proj") -> LayerSpec | None:
 def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": EIGHT | weights, "input_activations": inputs and EIGHT | inputs}
     return {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "format": f"{(EIGHT | weights)['type']}-quantized",
+        "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": ["lm_head"],
     } | more  # fmt: skip
 
 

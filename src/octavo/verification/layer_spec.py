@@ -162,7 +162,11 @@ def _groups(settings: Mapping[str, Any]) -> Groups:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise SpecError(f"config_groups must hold groups, it is {groups!r}")
-    return [_group(f"config_groups.{name}", group) for name, group in groups.items()]
+    found = [_group(f"config_groups.{name}", group) for name, group in groups.items()]
+    kinds = {"int" if spec.integers else "float" for _, spec in found}
+    if form in ("float-quantized", "int-quantized") and kinds != {form.partition("-")[0]}:
+        raise SpecError(f"format is {form!r}, and config_groups have weights of type {' and '.join(sorted(kinds))}")
+    return found
 
 
 def _group(where: str, group: Any) -> tuple[list[str], LayerSpec]:
