@@ -79,18 +79,6 @@ def test_near_the_exact_function_and_nearer_to_the_layers_it_replaces(build) -> 
 
 
 @oracle.BUILDERS
-def test_any_rank(build) -> None:
-    block = build()
-    octavo.convert(block)
-    x, residual = oracle.tokens(30).view(2, 3, 5, 64), oracle.tokens(30).view(2, 3, 5, 64)
-    flat = block(x.view(30, 64), residual.view(30, 64))
-    for y, y_flat in zip(block(x, residual), flat, strict=True):
-        assert torch.equal(y, y_flat.view(*x.shape[:-1], -1))
-    for y, y_flat in zip(block(x[0, 0, 0], residual[0, 0, 0]), flat, strict=True):
-        torch.testing.assert_close(y, y_flat[0])
-
-
-@oracle.BUILDERS
 def test_gradients_that_are_expanded_or_absent(build) -> None:
     """A sum's gradient has strides of zero; an output that nobody used has none."""
     block, x, residual = build(), oracle.tokens(7).requires_grad_(), oracle.tokens(7)

@@ -134,6 +134,8 @@ def test_a_non_finite_value_never_turns_into_a_number(recipe: str, bad: float) -
     _, dx, dw = run(linear, x, dy.index_put((torch.tensor(4), torch.tensor(1)), torch.tensor(bad)))
     assert not dx[4].isfinite().any()
     assert not dw[1].isfinite().any()
+    linear.weight.data[3, 5] = bad
+    assert not run(linear, x, dy)[1][:, 5].isfinite().any()
 
 
 def test_stochastic_rounding_of_gradients_is_unbiased_and_follows_the_seed() -> None:

@@ -10,8 +10,10 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from adapter_oracle import wrap
 from fused_oracle import geglu, gelu, linears, swiglu, tokens
 from linear_examples import SelfAttention
+from metrics import sqnr
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -62,6 +64,8 @@ MODULES: dict[str, Make] = {
     "swiglu": (swiglu, both),
     "gelu": (gelu, both),
     "geglu": (geglu, both),
+    "norm and linear in adapters": (lambda: wrap(linears(), without="layers.1"), both),
+    "swiglu in adapters": (lambda: wrap(swiglu()), both),
     "experts": (lambda: Experts(5, 64, 48), routed),
     "grouped": (lambda: GroupedLinear(3, 64, 96), groups),
 }
@@ -70,10 +74,12 @@ RECIPES = {
     "linear": (*octavo.recipe.PRESETS, *ROTATED),
     "convolution": ("rowwise", "delayed"),
     "Conv1D": ("rowwise", "delayed"),
+    "experts": ("rowwise", "blockwise", "mxfp8"),
+    "grouped": ("rowwise", "blockwise", "mxfp8"),
 }
-each = pytest.mark.parametrize(
-    ("name", "recipe"), [(name, recipe) for name in MODULES for recipe in RECIPES.get(name, ("rowwise",))]
-)
+CASES = [(name, recipe) for name in MODULES for recipe in RECIPES.get(name, ("rowwise",))]
+each = pytest.mark.parametrize(("name", "recipe"), CASES)
+OF_ONE_SHAPE = ("convolution", "attention", "encoder", "experts", "grouped")
 
 
 def made(name: str, recipe: str | Recipe) -> nn.Module:
@@ -117,6 +123,17 @@ def test_compiled_code_equals_eager_in_one_graph(name: str, recipe: str | Recipe
             octavo.scales.update_scales(each_model)
     scales = octavo.scales.scale_state(model)
     assert all(torch.equal(t, scales[key]) for key, t in octavo.scales.scale_state(eager).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rowwise", ROTATED[0]], ids=str)
+def test_inductor_computes_nearly_the_same_and_compiles_in_seconds(recipe: str | Recipe) -> None:
+    """With views between the stages of a rotation, Inductor simplified nested indices for more than ten minutes."""
+    torch.compiler.reset()
+    model, inputs = made("linear", recipe), MODULES["linear"][1]()
+    expected = results(model, model, inputs)
+    for eager, compiled in zip(expected, results(model, torch.compile(model, fullgraph=True), inputs), strict=True):
+        assert sqnr(eager, compiled) > 30
 
 
 @pytest.mark.slow
@@ -175,7 +192,7 @@ def test_inference_and_training_give_the_same_outputs(name: str, recipe: str | R
 def test_autocast_decides_the_dtype_of_outputs_alone(name: str, recipe: str | Recipe) -> None:
     model, inputs = made(name, recipe), MODULES[name][1]()
     found, wide = results(model, model, inputs, autocast=True), results(model, model, inputs)
-    gradients = len([t for t in (*inputs, *model.parameters()) if t.is_floating_point()])
+    gradients = len([t for t in inputs if t.is_floating_point()] + [p for p in model.parameters() if p.requires_grad])
     assert found[0].dtype == (torch.float32 if name == "encoder" else torch.bfloat16)  # which ends with a norm
     assert {t.dtype for t in (*found[-gradients:], *wide)} == {torch.float32}
 
@@ -188,6 +205,25 @@ def test_strided_inputs_and_copies_of_a_model_change_nothing(name: str, recipe: 
     assert equal(results(model, model, turned), expected)
     other = copy.deepcopy(model)
     assert equal(results(other, other, inputs), expected)
+
+
+@pytest.mark.parametrize(("name", "recipe"), [case for case in CASES if case[0] not in OF_ONE_SHAPE])
+def test_any_rank(name: str, recipe: str | Recipe) -> None:
+    model, inputs = made(name, recipe), MODULES[name][1]()
+    for rows, shape in ((32, (2, 4, 4, -1)), (1, (-1,))):
+        flat = tuple(t[:rows] for t in inputs)
+        shaped = tuple(t.view(shape) for t in flat)
+        found, expected = results(model, model, shaped), results(model, model, flat)
+        assert found[0].shape == (*shaped[0].shape[:-1], expected[0].shape[-1])
+        assert equal([one.view_as(other) for one, other in zip(found, expected, strict=True)], expected)
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_follow_inputs_and_parameters(name: str, recipe: str | Recipe, dtype: torch.dtype) -> None:
+    model, inputs = made(name, recipe).to(dtype), MODULES[name][1]()
+    given = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
+    assert {t.dtype for t in results(model, model, given)} == {dtype}
 
 
 # ---- The names of wrapped modules

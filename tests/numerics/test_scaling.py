@@ -12,7 +12,6 @@ from scipy import stats
 from octavo.numerics import hadamard
 from octavo.numerics.formats import FORMATS, FP8_FORMATS, decode, encode, get_format
 from octavo.numerics.scaling import (
-    RULES,
     SMALLEST_SCALE,
     History,
     ceil_power_of_two,
@@ -76,13 +75,7 @@ def test_relative_floor():
     assert scale_from_amax(torch.zeros(3), E4M3, relative_floor=0.25).tolist() == [SMALLEST_SCALE] * 3
 
 
-# ---- delayed scaling's rules over a history, newest first
-
-
-@pytest.fixture
-def recent():
-    torch.manual_seed(5)
-    return torch.rand(100) * 10
+# ---- delayed scaling's rules over a history, newest first (room and margins: tests/nn/test_scales.py)
 
 
 def means(values: np.ndarray, beta: float) -> float:
@@ -97,31 +90,11 @@ def means(values: np.ndarray, beta: float) -> float:
         *(({"rule": "percentile", "percentile": q}, partial(np.percentile, q=q)) for q in (1, 50, 99, 99.99, 100)),
     ],
 )  # fmt: skip
-def test_the_rules_of_a_history(recent, fields, expected):
+def test_the_rules_of_a_history(fields, expected):
+    torch.manual_seed(5)
+    recent = torch.rand(100) * 10
     values = recent.double().numpy()
     assert History(**fields, margin=0.0).amax(recent, 100).item() == pytest.approx(expected(values), rel=1e-5)
-
-
-def test_history_percentile_lets_a_lone_outlier_saturate(recent):
-    recent[50] = 1e6
-    assert History(rule="percentile", percentile=95).amax(recent, 100) < 20
-    assert History(rule="max").amax(recent, 100) == 2e6
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_history_with_room_is_that_of_the_entries_that_are_there(recent, rule):
-    """7 of 100 places are filled in one history, and all in another."""
-    history = History(rule=rule, percentile=40)
-    both = torch.stack([torch.cat([recent[:7], torch.zeros(93)]), recent])
-    expected = torch.stack([history.amax(recent[:7], 7), history.amax(recent, 100)])
-    torch.testing.assert_close(history.amax(both, torch.tensor([[7], [100]])), expected, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("margin", [-1.0, 0.5, 2.0])
-def test_history_margin_leaves_headroom(recent, rule, margin):
-    plain, roomy = (History(rule=rule, margin=m).amax(recent, 100) for m in (0.0, margin))
-    assert roomy.item() == pytest.approx(plain.item() * 2**margin, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -308,9 +308,9 @@ def grouped(k: int = 48, cast: Cast = E4M3) -> None:
     grouped_mm(a, quantize_matrices(ones(2, 32, k), E4M3), torch.tensor([3, 8], dtype=INT))
 
 
-def grouped_dw(b: tuple[int, int] = (8, 48), matrices: int = 2, rows: int = 8, **options: Granularity) -> None:
+def grouped_dw(b: tuple[int, int] = (8, 48), rows: int = 8, **options: Granularity) -> None:
     a, b = zeros(8, 48).to(E8), zeros(b).to(E8)
-    grouped_mm_dw(a, ones(matrices, rows, 1), b, torch.tensor([3, 8], dtype=INT), **options)
+    grouped_mm_dw(a, ones(2, rows, 1), b, torch.tensor([3, 8], dtype=INT), **options)
 
 
 def groups_of_weights(x: Tensor, scale: Tensor | None = None) -> None:

@@ -11,19 +11,19 @@ from octavo.watching.storage import Event, read_watch
 DOWN, UP = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"
 
 
-def event(layer: str | None, rule: str = "saturation_spike", operand: str | None = "x", step: int = 10) -> Event:
-    return Event(step, rule, layer, operand, 0.5, 0.001, "much is wrong")
+def event(layer: str | None, rule: str = "saturation_spike", operand: str | None = "x") -> Event:
+    return Event(10, rule, layer, operand, 0.5, 0.001, "much is wrong")
 
 
 def layer_of(model: Any) -> Any:
     return model.model.layers[1].mlp.down_proj
 
 
-def breaks_in_fp8(trainer: Any, first: int = 13) -> None:
-    """From step `first` on, the output of a layer overflows while it runs in FP8."""
+def breaks_in_fp8(trainer: Any) -> None:
+    """From step 13 on, the output of a layer overflows while it runs in FP8."""
 
     def overflow(module: Any, args: Any, y: Any) -> Any:
-        return y * math.inf if module.recipe.quantized and trainer.state.step >= first - 1 else y
+        return y * math.inf if module.recipe.quantized and trainer.state.step >= 12 else y
 
     layer_of(trainer.model).register_forward_hook(overflow)
 

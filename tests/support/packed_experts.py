@@ -45,14 +45,14 @@ def packed_mixtral(root: Path, scheme: str = "channel") -> tuple[Any, Path]:
     return open_theirs(make("mixtral of 128")), make("mixtral of 128", scheme=scheme, layout=layout, experts=True)
 
 
-def routed(experts: int = E) -> tuple[Tensor, Tensor, Tensor]:
+def routed() -> tuple[Tensor, Tensor, Tensor]:
     """x, index and weight; no token goes to expert 1, and the last slot goes to no expert."""
     torch.manual_seed(1)
     x = torch.randn(TOKENS, K).bfloat16()
-    score = torch.rand(TOKENS, experts)
+    score = torch.rand(TOKENS, E)
     score[:, 1] = -1
     index = score.topk(TOP_K).indices
-    index[-1, -1] = experts
+    index[-1, -1] = E
     return x, index, torch.rand(TOKENS, TOP_K)
 
 
