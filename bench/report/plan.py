@@ -155,7 +155,7 @@ def gpt2_errors(results: dict[str, Result]) -> Rows:
     """Whole steps of GPT-2 of 124 million parameters on an H200: small matrices, and a vocabulary of 50,257."""
     for recipe in ("bf16", "rowwise"):
         runs = [run["tokens_per_second"] for run in results["gpt_parity"]["runs"] if run["mode"] == recipe]
-        settings = ("--recipe", recipe, "--batch", "64", "--context", "1024", "--loss.logits", "whole")
+        settings = {"recipe": recipe, "batch": 64, "context": 1024, "loss.logits": "whole"}
         planned = Case("gpt2", settings).training().tokens_per_second
         yield {"recipe": recipe, "rate": compared(planned, statistics.median(runs))}
 

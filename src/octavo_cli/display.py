@@ -44,18 +44,10 @@ def say(text: str = "", style: str = "", *, error: bool = False) -> None:
     _Screen(stderr=error).print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    right: Sequence[str] = (),
-    prose: Sequence[str] = (),
-    title: str = "",
-    header: bool = True,
-) -> None:
-    """Print a table without borders. Columns in `right` are aligned as numbers are. Those in `prose` may be wrapped
-    between words on a terminal; the others are not wrapped, and cut in their middle if they are longer than any name.
-    `title` is a line above the table."""
+def print_table(table: Table, *, header: bool = True) -> None:
+    """Print a table without borders, and without its remark. Columns in `prose` may be wrapped between words on a
+    terminal; the others are not wrapped, and cut in their middle if they are longer than any name."""
+    title, columns, rows, right, prose, _ = table
     if title:
         say(title, "bold")
     cells = [[_cell(text, name in prose) for name, text in zip(columns, row, strict=True)] for row in rows]
@@ -63,18 +55,18 @@ def print_table(
     widths = [max((cell_len(line[at]) for line in lines), default=0) for at in range(len(columns))]
     console = _Screen()
     if console.is_terminal and prose and sum(widths) + len(_GAP) * (len(widths) - 1) > console.width:
-        table = Grid(box=None, pad_edge=False, show_header=header)
+        grid = Grid(box=None, pad_edge=False, show_header=header)
         for at, name in enumerate(columns):
-            table.add_column(
+            grid.add_column(
                 Text(lines[0][at]),
                 justify="right" if name in right else "left",
                 no_wrap=name not in prose,
                 min_width=min(widths[at], _PROSE) if name in prose else widths[at],
             )
         for row in cells:
-            table.add_row(*map(Text, row))
-        needed = table.__rich_measure__(console, console.options.update(max_width=_WIDE))
-        _Screen(width=max(console.width, needed.minimum)).print(table, crop=False)
+            grid.add_row(*map(Text, row))
+        needed = grid.__rich_measure__(console, console.options.update(max_width=_WIDE))
+        _Screen(width=max(console.width, needed.minimum)).print(grid, crop=False)
         return
     sides = [name in right for name in columns]
     texts = [_GAP.join(map(_aligned, line, widths, sides)).rstrip() for line in lines]  # rich takes long for a row
@@ -86,21 +78,22 @@ def print_table(
 
 def show(tables: Iterable[Table]) -> None:
     """Print the tables that have rows, each with its remark, and a line between them."""
-    for title, columns, rows, right, prose, remark in tables:
-        if rows:
-            print_table(columns, rows, right=right, prose=prose, title=title)
-            if remark:
-                say(remark, "dim")
+    for table in tables:
+        if table.rows:
+            print_table(table)
+            if table.remark:
+                say(table.remark, "dim")
             say()
 
 
-def print_rows(rows: Sequence[Mapping[str, str]], *, prose: Sequence[str] = (), title: str = "") -> None:
+def print_rows(rows: Sequence[Mapping[str, str]], *, prose: tuple[str, ...] = (), title: str = "") -> None:
     """Print a table of rows, each the text by column. A column of numbers is aligned on its right. The columns are
     those of the rows in their order, without those that are empty in all of them."""
-    named = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
-    cells = [[row.get(name, "") for name in named] for row in rows]
-    right = [name for name in named if all(_NUMBER.fullmatch(row.get(name, "")) for row in rows)]
-    print_table(named, cells, right=right, prose=prose, title=title)
+    every = dict.fromkeys(name for row in rows for name in row)
+    names = tuple(name for name in every if any(row.get(name) for row in rows))
+    cells = [tuple(row.get(name, "") for name in names) for row in rows]
+    right = tuple(name for name in names if all(_NUMBER.fullmatch(row.get(name, "")) for row in rows))
+    print_table(Table(title, names, cells, right, prose))
 
 
 def number(value: float | None, form: str, unit: float = 1.0) -> str:
@@ -120,7 +113,7 @@ def _cell(text: str, prose: bool) -> str:
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print pairs of a name and a sentence, one below the other."""
-    print_table(("name", "fact"), facts, prose=("fact",), header=False)
+    print_table(Table("", ("name", "fact"), facts, prose=("fact",)), header=False)
 
 
 @contextmanager

@@ -69,9 +69,9 @@ def _print(report: dict[str, Any]) -> None:
         reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
         backends = {gemm: backend["name"] for gemm, backend in gemms.items()}
         rows.append({"recipe": name, **backends, "why": "; ".join(reasons)})
-    print_rows(rows, prose=["why"])
+    print_rows(rows, prose=("why",))
     packed = [{"scheme": name, "GEMM": each["name"], "why": each["reason"]} for name, each in report["schemes"].items()]
-    print_rows(packed, prose=["why"])
+    print_rows(packed, prose=("why",))
     for fix in dict.fromkeys(report["fixes"].values()):
         names = ", ".join(name for name, each in report["fixes"].items() if each == fix)
         say(f"{names}: no GEMM here. Fix: {fix}")

@@ -202,7 +202,7 @@ def time_engine(engine: Engine, opened: OpenedModel, grid: Grid, source: Path, a
         for row in rows
     ]  # fmt: skip
     title = f"{plural(grid.tokens, 'new token')}, medians of {plural(grid.rounds, 'round')}"
-    print_rows(timed, prose=["problem"], title=title)
+    print_rows(timed, prose=("problem",), title=title)
     where = machine["gpu"] if opened.device.type == "cuda" else machine["processor"]
     say(f"{opened.title}: {where}, octavo {machine['octavo']}, torch {machine['torch']}", "dim")
     backend = find_backend(opened.device, ROW, ROW, ("e4m3", "e4m3"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.util import Table
 from octavo.version import __version__
 from octavo_cli.command import ATTENTIONS, CACHES, GPUS, SCHEMES, AsJson, argument, changed, option
 from octavo_cli.display import check_output, print_rows, print_table, say, write_output
@@ -80,6 +81,7 @@ def plan_command(
       octavo plan 7B
     """
     from octavo.plan.cases import Case, find_runs, make_cases, parse_count, plan_schemes
+    from octavo.train.settings import parse
 
     count = parse_count(model)
     if count is not None:
@@ -93,7 +95,7 @@ def plan_command(
         raise ValueError(f"MODEL comes before the settings; got {model} first")
     budget = _token_budget(tokens, price, serve)
     check_output(csv, "--csv", "a table")
-    case = Case(model, tuple(context.args), gpu, gpus, network, scheme, kv_cache, attention)
+    case = Case(model, parse(context.args), gpu, gpus, network, scheme, kv_cache, attention)
     if days is not None:
         if given := [name for name in ("--serve", "--compare", "--gpus") if name in changed(context)]:
             raise ValueError(f"--days searches GPUs and recipes: leave out {given[0]}")
@@ -162,7 +164,7 @@ def _show(labels: list[str], columns: list[dict[str, str]]) -> None:
     rows = {name: [column.get(name, "") for column in columns] for name in names}
     same = {name: row for name, row in rows.items() if len(labels) > 1 and len(set(row)) == 1}
     if same:
-        print_table(("in all cases", ""), [(name, row[0]) for name, row in same.items()], right=("",))
+        print_table(Table("", ("in all cases", ""), [(name, row[0]) for name, row in same.items()], right=("",)))
         say()
     rows = {name: row for name, row in rows.items() if name not in same}
     widths = [2 + max(map(len, (label, *(row[at] for row in rows.values())))) for at, label in enumerate(labels)]
@@ -172,8 +174,8 @@ def _show(labels: list[str], columns: list[dict[str, str]]) -> None:
         last = first + 1
         while last < len(labels) and sum(widths[first : last + 1]) <= room:
             last += 1
-        some = labels[first:last]
-        print_table(("", *some), [(name, *row[first:last]) for name, row in rows.items()], right=some)
+        some = tuple(labels[first:last])
+        print_table(Table("", ("", *some), [(name, *row[first:last]) for name, row in rows.items()], right=some))
         first = last
 
 

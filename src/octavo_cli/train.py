@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.util import plural
+from octavo.util import Table, plural
 from octavo_cli.command import MODEL_PRESETS, AsJson, argument, option, settings_after
 from octavo_cli.display import check_output, number, print_facts, print_rows, print_table, progress, say, write_output
 
@@ -62,7 +62,7 @@ def train_command(
 
     if settings:
         rows = [(f"--{name.replace('_', '-')}", kind, str(default), text) for name, kind, default, text in describe()]
-        print_table(("setting", "type", "default", "meaning"), rows, prose=["meaning"])
+        print_table(Table("", ("setting", "type", "default", "meaning"), rows, prose=("meaning",)))
         return
     config, overrides = settings_after(config, context)
     if resume_from and config:
@@ -191,7 +191,7 @@ def _print_trials(found: Bisection) -> None:
         }
         for trial in found.finding.trials
     ]  # fmt: skip
-    print_rows(rows, prose=["layers"], title="short runs against BF16")
+    print_rows(rows, prose=("layers",), title="short runs against BF16")
     say(f"The losses of BF16 with other seeds differ by {found.spread:.2%} (standard deviation).")
 
 
@@ -415,10 +415,10 @@ def _print(run: RunData) -> None:
     print_facts(list(run_facts(run).items()))
     lines = [(name, sparkline(run.series[key].values)) for key, name in _LINES if key in run.series]
     if lines:
-        print_table(("", "over the steps"), lines)
+        print_table(Table("", ("", "over the steps"), lines))
     worst = worst_layers(run.watched) if run.watched is not None else []
     if worst:
-        print_table(("worst layers", "layer", "operand", "worst", "over the steps"), worst)
+        print_table(Table("", ("worst layers", "layer", "operand", "worst", "over the steps"), worst))
     events = run.watched.events if run.watched is not None else []
     if len(events) > _EVENTS:
         say(f"the last {_EVENTS} of {len(events)} events:")

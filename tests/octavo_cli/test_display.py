@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from verify_examples import change_tensors
 
+from octavo.util import Table
 from octavo_cli import display
 from octavo_cli.display import print_rows, print_table, progress, say
 
@@ -35,7 +36,7 @@ def test_in_a_pipe_nothing_is_cut_and_numbers_are_aligned_on_their_right(capsys,
         {"tensor": LONG, "empty": "", "why": WORDS, "MB": "1.00", "gap": "+1.5%"},
         {"tensor": "b", "MB": "22.00", "gap": ""},
     ]
-    print_rows(rows, prose=["why"])
+    print_rows(rows, prose=("why",))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines] == [
         ["tensor", "why", "MB", "gap"], [LONG, *WORDS.split(), "1.00", "+1.5%"], ["b", "22.00"],
@@ -58,7 +59,7 @@ def test_a_row_that_fits_takes_few_calls(terminal, capsys, width):
 
     sys.setprofile(count)
     try:
-        print_table(("tensor", "why", "MB"), [(LONG, WORDS, "1.00")] * rows, right=["MB"], prose=["why"])
+        print_table(Table("", ("tensor", "why", "MB"), [(LONG, WORDS, "1.00")] * rows, ("MB",), ("why",)))
     finally:
         sys.setprofile(None)
     assert calls < 300 * rows
@@ -73,7 +74,7 @@ def test_nothing_in_a_name_is_obeyed_by_a_terminal_or_taken_for_markup(terminal,
     assert capsys.readouterr().err == f"{SHOWN}\n"
     for width in (40, 400):
         file = terminal(width)
-        print_table((HOSTILE, "why"), [(f"{HOSTILE}\nb", HOSTILE)], prose=["why"], title=HOSTILE)
+        print_table(Table(HOSTILE, (HOSTILE, "why"), [(f"{HOSTILE}\nb", HOSTILE)], prose=("why",)))
         assert file.getvalue().split() == [SHOWN, SHOWN, "why", f"{SHOWN}\ufffdb", SHOWN]
 
 
@@ -88,7 +89,7 @@ def test_a_file_whose_names_are_meant_for_the_terminal(octavo, copy_of, packed, 
 
 
 def test_a_name_beyond_all_measure_is_cut_in_its_middle(capsys):
-    print_table(("tensor", "why"), [("a" * 5000 + "z", "w" * 300)], prose=["why"])
+    print_table(Table("", ("tensor", "why"), [("a" * 5000 + "z", "w" * 300)], prose=("why",)))
     name, why = capsys.readouterr().out.splitlines()[1].split()
     assert (name, why) == ("a" * 100 + "…" + "a" * 99 + "z", "w" * 300)
 

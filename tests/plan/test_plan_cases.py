@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from octavo.plan.setup import find_gemms
 from octavo.rates.measured import find_gpu, known_gpus
 from octavo.recipe import get_recipe
 from octavo.train.config import Config, write_settings
-from octavo.train.settings import load_config
+from octavo.train.settings import load_config, parse
 
 
 def test_a_file_of_settings_and_a_run_have_their_own(tmp_path):
@@ -25,14 +26,14 @@ def test_a_file_of_settings_and_a_run_have_their_own(tmp_path):
     (run.model / "config.json").write_text("{}")
     write_settings(load_config(str(path), ()), run)
     for source in (path, tmp_path):
-        plan = Case(str(source), ("--context", "128")).training()
+        plan = Case(str(source), {"context": 128}).training()
         setup = plan.setup
         assert (setup.model.depth, setup.model.width, setup.tokens, setup.recipe.name) == (2, 64, 3 * 128, "bf16")
         assert plan.memory.parts["optimizer"] == pytest.approx((2 + 8 / 256) * setup.model.parameters)
 
 
 def test_a_preset_of_training():
-    setup = Case("llama-1b", ("--tokenizer", "bpe", "--vocabulary", "50257", "--batch", "8")).training().setup
+    setup = Case("llama-1b", {"tokenizer": "bpe", "vocabulary": 50257, "batch": 8}).training().setup
     assert setup.config.accumulate > 1
     assert setup.model.parameters > 1e9
     for name, parameters, gpus in (("llama-1b", 1.236e9, 1), ("llama-3-8b", 8.03e9, 8), ("llama-3-70b", 70.55e9, 64)):
@@ -62,7 +63,7 @@ def test_every_gpu_is_complete():
 
 
 def test_auto_is_the_best_recipe_of_the_gpu():
-    found = [Case("gpt2", ("--recipe", "auto"), gpu=gpu).training().setup.recipe.name for gpu in ("a100", "h100")]
+    found = [Case("gpt2", {"recipe": "auto"}, gpu=gpu).training().setup.recipe.name for gpu in ("a100", "h100")]
     assert found == ["bf16", "rowwise"]
 
 
@@ -71,25 +72,23 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     most = plan.largest_batch
     assert most % 8 == 0
     for batch, fits in ((most, True), (most + 8, False)):
-        assert Case("llama-3.1-8b", ("--batch", str(batch)), gpus=8).training().fits == fits
+        assert Case("llama-3.1-8b", {"batch": batch}, gpus=8).training().fits == fits
 
 
 def test_mfu_counts_queries_and_values_at_their_own_widths():
-    plan = Case("deepseek-v3", ("--parallel.tp", "8"), gpus=512).training()
+    plan = Case("deepseek-v3", {"parallel.tp": 8}, gpus=512).training()
     flops = 6 * plan.setup.model.active_parameters + 6 * 61 * 128 * (192 + 128) * 4096
     assert plan.utilization == pytest.approx(flops * plan.tokens_per_second / plan.setup.gpu.bf16)
 
 
 def test_a_plan_that_does_not_fit_finds_what_does():
-    plan = Case("llama-3.1-8b", ("--batch", "16"), "h100", 4).training()
+    plan = Case("llama-3.1-8b", {"batch": 16}, "h100", 4).training()
     assert not plan.fits
     assert plan.to_dict()["utilization"] is None
     assert "--batch 4 --accumulate 4" in plan.fitting
     for options, other in plan.fitting.items():
-        words = ["--batch", "16", *options.split()]
-        gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 4
-        given = {name: value for name, value in zip(words[::2], words[1::2], strict=True) if name != "--gpus"}
-        again = Case("llama-3.1-8b", tuple(w for pair in given.items() for w in pair), "h100", gpus).training()
+        gpus, words = re.search(r"--gpus (\d+)", options), re.sub(r"--gpus \d+", "", options).split()
+        again = Case("llama-3.1-8b", {"batch": 16} | parse(words), "h100", int(gpus[1]) if gpus else 4).training()
         assert other.memory.peak == again.memory.peak <= again.setup.gpu.memory
     two = Case("llama-3.1-70b", gpus=1, gpu="h100").training().fitting  # none is enough alone
     assert two
@@ -99,7 +98,7 @@ def test_a_plan_that_does_not_fit_finds_what_does():
 
 def test_no_number_of_gpus_ends_in_time():
     with pytest.raises(ValueError, match=r"trains on 1e\+15 tokens in 1 days: \d+ take [\d,.]+ days"):
-        find_runs(Case("llama-3-8b", ("--recipe", "rowwise")), 1e15, 1)
+        find_runs(Case("llama-3-8b", {"recipe": "rowwise"}), 1e15, 1)
 
 
 # ---- The parameters that a plan counts, against models of transformers and Octavo on the meta device

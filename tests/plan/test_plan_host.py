@@ -17,9 +17,9 @@ from octavo.rates.measured import find_gpu
 RESULTS = Path(__file__).parents[2] / "bench/results"
 
 
-def plan(*settings: str, gpus: int = 2) -> TrainingPlan:
+def plan(gpus: int = 2, **settings: Any) -> TrainingPlan:
     """Of 2,048 tokens a GPU, and so of little work for it."""
-    return Case("llama-3.2-1b", ("--context", "2048", *settings), gpus=gpus).training()
+    return Case("llama-3.2-1b", {"context": 2048} | settings, gpus=gpus).training()
 
 
 ROWS = [
@@ -40,17 +40,17 @@ def test_the_measured_hosts_of_two_gpus(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("mode", "ms"), [("bf16", 4.0), ("rowwise", 9.4)])
 def test_the_measured_stack_of_four_blocks_on_one_gpu(mode: str, ms: float) -> None:
     """bench/log.md, on the host of an H100: without an optimizer."""
-    one, two = (plan("--recipe", mode, "--accumulate", n, gpus=1).time.host for n in ("1", "2"))
+    one, two = (plan(1, recipe=mode, accumulate=n).time.host for n in (1, 2))
     assert 1e3 * (two - one) / 16 == pytest.approx(ms / 4, rel=0.15)
 
 
 # ---- Masters on the host: the passes and AdamW, with the arithmetic written down here.
 
 
-def hosted(*settings: str) -> dict[str, float]:
+def hosted(**settings: float) -> dict[str, float]:
     """Seconds by part of a step of so few tokens that its copies take longer than its arithmetic."""
-    words = ("--recipe", "rowwise", "--context", "128", "--batch", "1", "--optimizer.masters", "host", *settings)
-    return Case("llama-3.2-1b", words).training().time.parts
+    few = {"recipe": "rowwise", "context": 128, "batch": 1, "optimizer.masters": "host"}
+    return Case("llama-3.2-1b", few | settings).training().time.parts
 
 
 def test_a_step_with_masters_on_the_host() -> None:
@@ -59,12 +59,12 @@ def test_a_step_with_masters_on_the_host() -> None:
     alone = sum(hosted()[name] for name in ("linear_layers", "attention", "head", "memory"))
     assert 0 < alone < copied / 3
     for settings, passes, update in (
-        ((), 2 * copied, adam),
-        (("--clip", "0"), 2 * copied, adam - copied),
-        (("--accumulate", "4"), 2 * copied + 3 * (alone / 3 + 2 * copied), adam),
-        (("--accumulate", "4", "--clip", "0"), 2 * copied + 3 * (alone / 3 + 2 * copied), adam - 2 * copied),
+        ({}, 2 * copied, adam),
+        ({"clip": 0.0}, 2 * copied, adam - copied),
+        ({"accumulate": 4}, 2 * copied + 3 * (alone / 3 + 2 * copied), adam),
+        ({"accumulate": 4, "clip": 0.0}, 2 * copied + 3 * (alone / 3 + 2 * copied), adam - 2 * copied),
     ):
-        found = hosted(*settings)
+        found = hosted(**settings)
         assert found["optimizer"] == pytest.approx(update, rel=1e-4)
         assert sum(found.values()) == pytest.approx(passes + update, rel=1e-4)
 
@@ -86,7 +86,7 @@ def test_the_rates_of_the_host_follow_from_the_measured_steps() -> None:
 
 def test_a_setting_that_does_not_fit_is_not_named() -> None:
     """All of them take more memory here."""
-    waiting = plan("--batch", "2", "--activation-checkpointing.mode", "full")
+    waiting = plan(batch=2, **{"activation_checkpointing.mode": "full"})
     small = replace(waiting.setup.gpu, memory=1.001 * waiting.memory.peak)
     full = replace(waiting, setup=replace(waiting.setup, gpu=small))
     assert full.fits

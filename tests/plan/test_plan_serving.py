@@ -23,7 +23,7 @@ MEASURED = json.loads((RESULTS / "gpu_serve.json").read_text())
 
 
 def serve(scheme: str, batch: int, context: int, cache: str = "bf16") -> ServingPlan:
-    settings = ("--batch", str(batch), "--context", str(context))
+    settings = {"batch": batch, "context": context}
     return Case("llama-3.1-8b", settings, "h100", scheme=scheme, cache=cache).serving()
 
 
@@ -96,5 +96,5 @@ def test_a_gemm_that_widens_its_operands_has_the_speed_of_another_that_does():
 
 def test_the_usual_scheme_is_that_of_the_recipe():
     for recipe, scheme in {"auto": "channel", "bf16": "bf16", **SCHEME_OF}.items():
-        assert Case("llama-3.1-8b", ("--recipe", recipe)).serving().scheme == scheme
-    assert Case("llama-3.1-8b", ("--recipe", "rowwise"), scheme="int8").serving().scheme == "int8"
+        assert Case("llama-3.1-8b", {"recipe": recipe}).serving().scheme == scheme
+    assert Case("llama-3.1-8b", {"recipe": "rowwise"}, scheme="int8").serving().scheme == "int8"

@@ -4,6 +4,7 @@ import heapq
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,8 +78,8 @@ def test_kernels_of_a_profile():
 # ---- Planned passes between the GEMMs against kernels of bench/results, and against what must follow from the model
 
 
-def setup_of(model: str, recipe: str, *settings: str) -> tuple[Setup, Block]:
-    setup = Case(model, ("--recipe", recipe, *settings), "h200").training().setup
+def setup_of(model: str, recipe: str, **settings: Any) -> tuple[Setup, Block]:
+    setup = Case(model, {"recipe": recipe} | settings, "h200").training().setup
     return setup, setup.model.blocks[0]
 
 
@@ -100,7 +101,7 @@ def kernel_ms(profile: dict[str, list[list[float]]], name: str) -> float:
 def test_the_kernels_of_gelu_and_layer_norm_in_a_step(backward, at, instructions, form):
     """They were timed alone, and take longer in a step, in which the clock is lower."""
     shape = json.loads((RESULTS / "gpu_vision.json").read_text())["shapes"]["ViT-H/14"]
-    setup, block = setup_of("vit-h-14", "bf16", "--batch", "128", "--optimizer.weights", "bf16")
+    setup, block = setup_of("vit-h-14", "bf16", **{"batch": 128, "optimizer.weights": "bf16"})
     found = block_passes(setup, block)[backward][at]
     assert found.instructions == instructions
     assert setup.tokens == shape["shape"]["batch"] * shape["shape"]["tokens"]
@@ -110,7 +111,7 @@ def test_the_kernels_of_gelu_and_layer_norm_in_a_step(backward, at, instructions
 def test_the_gradient_of_gate_and_up_as_one_tensor():
     row = json.loads((RESULTS / "gpu_moe.json").read_text())["mixtral"]
     ((_, _, measured),) = (each for each in row["kernels"]["bf16"] if "silu_backward" in each[0])
-    setup, block = setup_of("mixtral-8x7b", "bf16", "--batch", "1")
+    setup, block = setup_of("mixtral-8x7b", "bf16", batch=1)
     gradient = block_passes(setup, block)[1][2]
     assert gradient.instructions == STACKED_GATE * 2 * 14336  # of two experts a token
     planned = 1e3 * row["shape"]["tokens"] * gradient.seconds(find_gpu("h200"))

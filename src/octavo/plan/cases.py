@@ -8,8 +8,8 @@ import difflib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import combinations, product
@@ -29,7 +29,7 @@ from octavo.plan.step_time import Product, StepTime, block_products, plan_step
 from octavo.rates.measured import HOST_CORES, find_gpu, fp8_speed, layer_speedup
 from octavo.train.config import PRESETS, AttentionSettings, Config
 from octavo.train.processes import find_degrees
-from octavo.train.settings import known_vocabulary, load_config, parse, read_settings
+from octavo.train.settings import known_vocabulary, parse, read_file, read_settings
 from octavo.util import hub_hint
 
 # ---- The plan of a training run: memory, time, speed, and which layers gain from the recipe.
@@ -318,8 +318,8 @@ def _built_in(config: Config) -> Architecture:
 
 CONTEXT = 8192
 _SIZES = (
-    "--model", "--layers", "--width", "--heads", "--kv-heads", "--mlp-width", "--tied", "--bias", "--vocabulary",
-    "--experts.count", "--experts.top-k", "--experts.shared-width",
+    "model", "layers", "width", "heads", "kv_heads", "mlp_width", "tied", "bias", "vocabulary", "experts.count",
+    "experts.top_k", "experts.shared_width",
 )  # fmt: skip
 
 
@@ -328,13 +328,13 @@ _SERVING = {"scheme": "scheme", "kv-cache": "cache", "attention": "attention"}  
 
 @dataclass(frozen=True)
 class Case:
-    """A question to `octavo plan`: a model, settings as on a command line, GPUs, and Gb/s of a GPU's network card.
-    The model is one of `find_architecture`, a file of settings, a preset, or a run of octavo train. In serving: the
-    `scheme` of the packed layers ("" for that of the recipe), and the dtypes of the `cache` of keys and values and of
-    the `attention` of prompts."""
+    """A question to `octavo plan`: a model, settings by name, GPUs, and Gb/s of a GPU's network card. The model is one
+    of `find_architecture`, a file of settings, a preset, or a run of octavo train. In serving: the `scheme` of the
+    packed layers ("" for that of the recipe), and the dtypes of the `cache` of keys and values and of the `attention`
+    of prompts."""
 
     model: str
-    settings: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     gpu: str = "h200"
     gpus: int = 1
     network: float = 400.0
@@ -344,8 +344,8 @@ class Case:
 
     def training(self) -> TrainingPlan:
         """The plan of a training run. A preset of `octavo train` has its own settings, as a run and a file do."""
-        for name, field in _SERVING.items():
-            if getattr(self, field) != getattr(Case, field):
+        for name, own in _SERVING.items():
+            if getattr(self, own) != getattr(Case, own):
                 raise ValueError(f"--{name} belongs to serving: add --serve")
         if self.network <= 0:
             raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
@@ -364,51 +364,50 @@ class Case:
         recipe = chosen_recipe(config.recipe, gpu)  # whose scheme is the usual one, as `octavo pack` chooses it
         usual = SCHEME_OF.get(recipe.name, CHANNEL.name) if recipe.quantized else BF16
         scheme = find_scheme(self.scheme or usual)
-        batch = config.batch if "--batch" in _names(self.settings) else 1
+        batch = config.batch if "batch" in self.settings else 1
         return Server(model, scheme, gpu, self.gpus, batch, config.context, self.cache, self.attention)
 
     def _resolve(self, own: Config | None) -> tuple[Architecture, Config]:
         """The model's layers, and its `own` settings, or those given with the defaults of a plan."""
-        given = _names(self.settings)
+        given = self.settings.keys()
         if own is not None:
             if own.model not in BUILT_IN_MODELS:
                 return find_architecture(own.model, own), own
             return replace(find_architecture("", own), name=self.model), own
-        config = load_config(None, self.settings)
+        config = Config().change(**self.settings)
         model = find_architecture(self.model, config)
-        if fixed := [name for name in _SIZES if name in given or name.replace("--", "--no-") in given]:
+        if fixed := [f"--{name.replace('_', '-')}" for name in _SIZES if name in given]:
             raise ValueError(
                 f"{model.name} has sizes of its own: leave out {fixed[0]}, or plan a TOML file of settings"
             )
-        if not model.vocabulary and "--context" in given and config.context != model.context:
+        if not model.vocabulary and "context" in given and config.context != model.context:
             raise ValueError(f"--context of the image model {model.name} is {model.context}; got {config.context}")
-        values: dict[str, object] = {}
-        if "--context" not in given:
-            values["context"] = min(model.context, CONTEXT)
-        if not {"--compile.blocks", "--no-compile.blocks"} & given:
-            values["compile.blocks"] = True
-        if "--parallel.gather-dtype" not in given:  # as the presets of training: FP32 would slow BF16 more than FP8
-            values["parallel.gather_dtype"] = "bf16"
-        if "--batch" not in given and self.gpus >= 1:
-            values["batch"] = find_degrees(config.parallel, self.gpus).data
-        return model, config.change(**values)
+        usual: dict[str, Any] = {"context": min(model.context, CONTEXT), "compile.blocks": True}
+        usual["parallel.gather_dtype"] = "bf16"  # as the presets of training: FP32 would slow BF16 more than FP8
+        if "batch" not in given and self.gpus >= 1:
+            usual["batch"] = find_degrees(config.parallel, self.gpus).data
+        return model, config.change(**{**usual, **self.settings})
 
     def _own_settings(self) -> Config | None:
         """The settings of a run, a file or a preset of octavo train; None for another model. A preset gets more
         sequences and fewer micro-batches where it has fewer sequences than GPUs."""
         if self.model not in PRESETS:
             return self._saved_settings()
-        config = load_config(self.model, self.settings)
+        config = self._read()
         data = find_degrees(config.parallel, self.gpus).data if self.gpus >= 1 else 1
-        fits = "--batch" in _names(self.settings) or config.batch % data == 0
+        fits = "batch" in self.settings or config.batch % data == 0
         return config if fits else _shared(config, max(config.batch // data, 1), data)
 
     def _saved_settings(self) -> Config | None:
         """The settings of a run or a TOML file; None for another model."""
         run = RunFolder(Path(self.model))
         if run.has_model:
-            return read_settings(run).change(**parse(self.settings))
-        return load_config(self.model, self.settings) if self.model.endswith(".toml") else None
+            return read_settings(run).change(**self.settings)
+        return self._read() if self.model.endswith(".toml") else None
+
+    def _read(self) -> Config:
+        """The settings of the file or the preset that the model names."""
+        return Config.from_dict(read_file(Path(self.model)), self.model, self.settings)
 
 
 def make_cases(case: Case, compare: Sequence[str]) -> list[tuple[str, Case]]:
@@ -434,13 +433,13 @@ def find_runs(case: Case, tokens: float, days: float) -> list[TrainingPlan]:
 
     def choices(setting: str, values: Sequence[str]) -> list[dict[str, Any]]:
         """The values of a setting that the search tries; none but its own if it is given."""
-        return [{}] if f"--{setting.replace('_', '-')}" in given else [{setting: value} for value in values]
+        return [{}] if setting in case.settings else [{setting: value} for value in values]
 
-    given, fault = _names(case.settings), None
+    fault = None
     recipes = [
         (each, list[TrainingPlan]()) for each in choices("recipe", RECIPES if find_gpu(case.gpu).fp8 else ["bf16"])
     ]
-    shares = [0] if "--batch" in given else [1, 2, 4, 8]
+    shares = [0] if "batch" in case.settings else [1, 2, 4, 8]
     fastest: TrainingPlan | None = None
     for gpus in SIZES:
         try:
@@ -479,21 +478,8 @@ def _with(case: Case, name: str, value: str) -> Case:
             raise ValueError(f"--compare {name}= takes numbers such as 8,64; got {value!r}")
         changed = {name: int(value)}
     elif name not in ("model", "gpu", *_SERVING):
-        changed = {"settings": (*_without(case.settings, f"--{name}"), f"--{name}", value)}
+        changed = {"settings": {**case.settings, **parse([f"--{name}", value])}}
     return replace(case, **changed)
-
-
-def _without(settings: Sequence[str], option: str) -> Iterator[str]:
-    """The settings without an option and its value, so that a comparison can set it again."""
-    dropping = False
-    for word in settings:
-        dropping = word.partition("=")[0] == option if word.startswith("--") else dropping
-        if not dropping:
-            yield word
-
-
-def _names(settings: Sequence[str]) -> set[str]:
-    return {word.partition("=")[0].replace("_", "-") for word in settings if word.startswith("--")}
 
 
 def parse_count(text: str) -> float | None:
