@@ -24,7 +24,7 @@ from octavo.ops.dispatch import GRADIENT_TILE, Backend
 from octavo.plan.memory import Memory, plan_memory
 from octavo.plan.model_shape import Architecture, describe_architecture, positive_sizes
 from octavo.plan.serving import BF16, NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
-from octavo.plan.setup import Setup, chosen_recipe, find_gemms, find_origins, fp8_limit, make_setup, training_limit
+from octavo.plan.setup import Setup, chosen_recipe, find_gemms, find_origins, fp8_limit, make_setup
 from octavo.plan.step_time import Product, StepTime, block_products, plan_step
 from octavo.rates.measured import HOST_CORES, find_gpu, fp8_speed, layer_speedup
 from octavo.train.config import PRESETS, AttentionSettings, Config
@@ -209,14 +209,10 @@ class TrainingPlan:
     def origins(self) -> dict[str, str]:
         """For each kind of figure, whether it rests on measurements of such a model or on the data sheet."""
         setup, products = self.setup, [(each.shape, each.count) for each in self.products]
-        found = find_origins(setup.model, setup.gpu, setup.recipe, products)
+        found = find_origins(setup.model, setup.gpu, setup.recipe, products, setup.attention_limit)
         found["host"] = "measured with compiled blocks of a Llama on hosts of H200s, which differ by 15 %"
         if setup.states.offloaded:
             found["AdamW on the host"] = f"measured with masters on the host of an H200, {HOST_CORES} cores"
-        if setup.fp8_attention:
-            found["attention"] += ", over the speed of FP8 that was measured on an H200"
-        elif setup.config.attention.precision == "fp8":
-            found["attention"] += f"; in BF16, since {training_limit(setup)}"
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -349,7 +345,7 @@ class Case:
                 raise ValueError(f"--{name} belongs to serving: add --serve")
         if self.network <= 0:
             raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
-        model, config = self._resolve(self._own_settings())
+        model, config = self._resolve(self.model in PRESETS)
         return TrainingPlan(make_setup(model, config, find_gpu(self.gpu), self.gpus), self.network / 8 * 1e9)
 
     def serving(self) -> ServingPlan:
@@ -359,7 +355,7 @@ class Case:
         return plan_serving(self._server())
 
     def _server(self) -> Server:
-        model, config = self._resolve(self._saved_settings() if self.model in model_presets() else self._own_settings())
+        model, config = self._resolve(self.model in PRESETS.keys() - model_presets().keys())
         gpu = find_gpu(self.gpu)
         recipe = chosen_recipe(config.recipe, gpu)  # whose scheme is the usual one, as `octavo pack` chooses it
         usual = SCHEME_OF.get(recipe.name, CHANNEL.name) if recipe.quantized else BF16
@@ -367,47 +363,38 @@ class Case:
         batch = config.batch if "batch" in self.settings else 1
         return Server(model, scheme, gpu, self.gpus, batch, config.context, self.cache, self.attention)
 
-    def _resolve(self, own: Config | None) -> tuple[Architecture, Config]:
-        """The model's layers, and its `own` settings, or those given with the defaults of a plan."""
-        given = self.settings.keys()
-        if own is not None:
+    def _resolve(self, preset: bool) -> tuple[Architecture, Config]:
+        """The model's layers, and its own settings, or those given with the defaults of a plan."""
+        if (own := self._own_settings(preset)) is not None:
             if own.model not in BUILT_IN_MODELS:
                 return find_architecture(own.model, own), own
             return replace(find_architecture("", own), name=self.model), own
         config = Config().change(**self.settings)
         model = find_architecture(self.model, config)
-        if fixed := [f"--{name.replace('_', '-')}" for name in _SIZES if name in given]:
+        if fixed := [f"--{name.replace('_', '-')}" for name in _SIZES if name in self.settings]:
             raise ValueError(
                 f"{model.name} has sizes of its own: leave out {fixed[0]}, or plan a TOML file of settings"
             )
-        if not model.vocabulary and "context" in given and config.context != model.context:
+        if not model.vocabulary and "context" in self.settings and config.context != model.context:
             raise ValueError(f"--context of the image model {model.name} is {model.context}; got {config.context}")
         usual: dict[str, Any] = {"context": min(model.context, CONTEXT), "compile.blocks": True}
         usual["parallel.gather_dtype"] = "bf16"  # as the presets of training: FP32 would slow BF16 more than FP8
-        if "batch" not in given and self.gpus >= 1:
+        if "batch" not in self.settings and self.gpus >= 1:
             usual["batch"] = find_degrees(config.parallel, self.gpus).data
         return model, config.change(**{**usual, **self.settings})
 
-    def _own_settings(self) -> Config | None:
-        """The settings of a run, a file or a preset of octavo train; None for another model. A preset gets more
-        sequences and fewer micro-batches where it has fewer sequences than GPUs."""
-        if self.model not in PRESETS:
-            return self._saved_settings()
-        config = self._read()
-        data = find_degrees(config.parallel, self.gpus).data if self.gpus >= 1 else 1
+    def _own_settings(self, preset: bool) -> Config | None:
+        """The settings of a run, a TOML file or, if it is one, a `preset` of octavo train; None for another model. A
+        preset gets more sequences and fewer micro-batches where it has fewer sequences than GPUs."""
+        run = RunFolder(Path(self.model))
+        if run.has_model and not preset:
+            return read_settings(run).change(**self.settings)
+        if not preset and not self.model.endswith(".toml"):
+            return None
+        config = Config.from_dict(read_file(Path(self.model)), self.model, self.settings)
+        data = find_degrees(config.parallel, self.gpus).data if preset and self.gpus >= 1 else 1
         fits = "batch" in self.settings or config.batch % data == 0
         return config if fits else _shared(config, max(config.batch // data, 1), data)
-
-    def _saved_settings(self) -> Config | None:
-        """The settings of a run or a TOML file; None for another model."""
-        run = RunFolder(Path(self.model))
-        if run.has_model:
-            return read_settings(run).change(**self.settings)
-        return self._read() if self.model.endswith(".toml") else None
-
-    def _read(self) -> Config:
-        """The settings of the file or the preset that the model names."""
-        return Config.from_dict(read_file(Path(self.model)), self.model, self.settings)
 
 
 def make_cases(case: Case, compare: Sequence[str]) -> list[tuple[str, Case]]:

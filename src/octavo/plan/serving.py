@@ -188,15 +188,17 @@ class Server:
         return BF16 if self.scheme is None else self.scheme.name
 
     @property
-    def attention_limit(self) -> str:
-        """Why prompts do not attend in FP8, if they are to; "" if they do."""
+    def attention_limit(self) -> str | None:
+        """Why prompts do not attend in FP8; "" if they do, and None if they are not to."""
+        if self.attention != "fp8":
+            return None
         if self.context < SHORTEST_PROMPT:
             return f"prompts of {self.context:,} tokens are shorter than {SHORTEST_PROMPT:,}"
         return fp8_limit(self.model, self.gpu)
 
     @property
     def is_fp8_attention(self) -> bool:
-        return self.attention == "fp8" and not self.attention_limit
+        return self.attention_limit == ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -366,13 +368,9 @@ def _origins(server: Server) -> dict[str, str]:
     rows = server.prompt_tokens
     layers = [layer for block in server.model.blocks for layer in block.layers]
     products = [((rows * each.active // each.copies, each.inputs, each.outputs), each.copies) for each in layers]
-    found = find_origins(server.model, server.gpu, Recipe("bf16"), products)
+    found = find_origins(server.model, server.gpu, Recipe("bf16"), products, server.attention_limit)
     if server.scheme is not None:
         found["packed layers"] = _speed_origin(server)
-    if server.is_fp8_attention:
-        found["attention"] += ", over the speed of FP8 that was measured on an H200"
-    elif server.attention == "fp8":
-        found["attention"] += f"; in BF16, since {server.attention_limit}"
     return found
 
 

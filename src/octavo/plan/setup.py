@@ -137,9 +137,21 @@ class Setup:
         return self.fp8_experts and self.recipe.fusable is not None
 
     @property
+    def attention_limit(self) -> str | None:
+        """Why attention is not in FP8; "" if it is, and None if the settings do not ask for it."""
+        context, attention = self.config.context, self.config.attention
+        if attention.precision != "fp8":
+            return None
+        if context < attention.shortest:
+            return f"texts of {context:,} tokens are shorter than attention.shortest, {attention.shortest:,}"
+        if context % GRADIENT_TILE:
+            return f"{context:,} tokens are no multiple of {GRADIENT_TILE}"
+        return fp8_limit(self.model, self.gpu)
+
+    @property
     def fp8_attention(self) -> bool:
         """True if attention runs in FP8."""
-        return self.config.attention.precision == "fp8" and not training_limit(self)
+        return self.attention_limit == ""
 
     @property
     def states(self) -> States:
@@ -254,15 +266,18 @@ def _padded(head: int) -> int:
 
 
 def find_origins(
-    model: Architecture, gpu: Gpu, recipe: Recipe, products: Sequence[tuple[Shape, int]]
+    model: Architecture, gpu: Gpu, recipe: Recipe, products: Sequence[tuple[Shape, int]], limit: str | None
 ) -> dict[str, str]:
     """For each rate, whether it was measured for the shapes of such a model or follows from the data sheet. `products`
-    are (M, K, N) and the copies of each GEMM."""
+    are (M, K, N) and the copies of each GEMM. `limit` is the `attention_limit`."""
     found, a = {"matrix products": product_origin(gpu, recipe, products), **gpu.origins}, model.blocks[0].attention
     sizes = {a.queries // a.heads, a.output // a.heads}
     if gpu.attention and not (a.causal and sizes == {MEASURED_HEAD}):
         heads = f"{'causal' if a.causal else 'bidirectional'} heads of {' and '.join(map(str, sorted(sizes)))}"
         found["attention"] = f"from that of causal heads of {MEASURED_HEAD}, by FLOPs; {heads} were not measured"
+    if limit is not None:
+        fp8 = ", over the speed of FP8 that was measured on an H200"
+        found["attention"] += f"; in BF16, since {limit}" if limit else fp8
     return found
 
 
@@ -274,13 +289,3 @@ def fp8_limit(model: Architecture, gpu: Gpu) -> str:
     if a.queries != a.output:
         return f"FP8 attention takes queries and values of one size, and those of {model.name} differ"
     return fp8_attention_limit(ARCHITECTURES[gpu.architecture], a.queries // a.heads)
-
-
-def training_limit(setup: Setup) -> str:
-    """Why the attention of a training run is not in FP8, although its settings ask for it; "" if it is."""
-    context, shortest = setup.config.context, setup.config.attention.shortest
-    if context < shortest:
-        return f"texts of {context:,} tokens are shorter than attention.shortest, {shortest:,}"
-    if context % GRADIENT_TILE:
-        return f"{context:,} tokens are no multiple of {GRADIENT_TILE}"
-    return fp8_limit(setup.model, setup.gpu)
