@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_runs import SMALLEST
+from tiny_runs import SMALLEST, SMALLEST_TOML
 
+from octavo.numerics import History
 from octavo.packing import pack
+from octavo.recipe import delayed
 from octavo.train.config import Config
 from octavo.train.processes import training_console
 from octavo.train.trainer import start_run
@@ -29,6 +31,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory, book: str) -> Path:
         start_run(Config(**settings), training_console()).run()
     pack(root / "fp8", root / "packed")
     return root
+
+
+@pytest.fixture
+def here(tmp_path: Path, book: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with text.txt, other.txt, tiny.toml, and mine.json: delayed with another margin."""
+    mine = delayed(history=History(8, margin=2.0, interval=2)).to_dict() | {"name": "mine"}
+    files = {"tiny.toml": SMALLEST_TOML, "mine.json": json.dumps(mine)}
+    files |= {"text.txt": book[: len(book) // 2], "other.txt": book[len(book) // 2 :]}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

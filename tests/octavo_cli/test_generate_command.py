@@ -54,9 +54,20 @@ def generated(octavo, *words):
     return json.loads(out)
 
 
-def test_each_prompt_of_a_batch_has_the_text_of_transformers(octavo, llama):
-    words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    found = generated(octavo, llama, *words, *GREEDY)
+IN_FILES = [(place, n) for place in ("lines", "json lines", "standard input", "-") for n in (1, 3, 99)]
+
+
+@pytest.mark.parametrize(
+    ("place", "batch"), [("options", 16), *(pytest.param(*each, marks=pytest.mark.slow) for each in IN_FILES)]
+)
+def test_each_prompt_of_a_batch_has_the_text_of_transformers(octavo, llama, tmp_path, piped, place, batch):
+    lines = [json.dumps({"prompt": p, "id": 3}) for p in PROMPTS] if place == "json lines" else PROMPTS
+    content = ("\n\n".join(lines) + "\r\n").encode()
+    (file := tmp_path / "prompts").write_bytes(content)
+    piped(content)
+    options = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    words = {"options": options, "standard input": (), "-": ("--file", "-")}.get(place, ("--file", file))
+    found = generated(octavo, llama, *words, *GREEDY, "--batch", batch)
     assert [text["prompt"] for text in found["texts"]] == PROMPTS
     for text in found["texts"]:
         assert text["text"] == bytes(greedy(llama, text["prompt"])).decode(errors="replace")
@@ -65,22 +76,6 @@ def test_each_prompt_of_a_batch_has_the_text_of_transformers(octavo, llama):
     assert found["tokens"] == 28
     assert found["tokens_per_second"] > 0
     assert found["source"] == str(llama)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 3, 99])
-@pytest.mark.parametrize("place", ["lines", "json lines", "standard input", "-"])
-def test_prompts_come_from_a_file_in_batches_of_any_size(octavo, llama, tmp_path, piped, place, batch):
-    lines = [json.dumps({"prompt": p, "id": 3}) for p in PROMPTS] if place == "json lines" else PROMPTS
-    content = ("\n\n".join(lines) + "\r\n").encode()
-    (tmp_path / "prompts").write_bytes(content)
-    piped(content)
-    file = {"standard input": (), "-": ("--file", "-")}.get(place, ("--file", tmp_path / "prompts"))
-    found = generated(octavo, llama, *file, *GREEDY, "--batch", batch)
-    assert [text["prompt"] for text in found["texts"]] == PROMPTS
-    assert [text["text"] for text in found["texts"]] == [
-        bytes(greedy(llama, prompt)).decode(errors="replace") for prompt in PROMPTS
-    ]
 
 
 def test_texts_are_printed_in_order_and_times_go_to_standard_error(octavo, llama):
@@ -150,21 +145,6 @@ def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, 
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--top-p", 0), "top_p must be above 0 and at most 1, got 0.0"),
-        (("--count", 0), "count must be at least 1, got 0"),
-        (("--batch", 0), "batch must be at least 1, got 0"),
-        (("--attention", "fp4"), "--attention must be one of bf16, fp8, got 'fp4'"),
-        (("--kv-cache", "fp4"), "--kv-cache must be one of auto, bf16, fp8, int8, got 'fp4'"),
-        (("--file", "prompts.txt"), "--prompt and --file both give prompts"),
-    ],
-)
-def test_settings_out_of_range_are_refused_before_the_model_is_read(refused, tmp_path, words, message):
-    assert message in refused("generate", tmp_path / "no model", "--prompt", "a", *words)
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "holds no prompt: give one a line"),
@@ -187,24 +167,6 @@ def test_files_that_hold_no_prompts(refused, tmp_path, piped, content, message):
 def test_a_terminal_is_not_waited_for(refused, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert "no prompt: give --prompt TEXT, --file FILE, or prompts on standard input" in refused("generate", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--prompt", "x" * 41), "the prompt has 41 tokens, and the model sees 40: shorten it"),
-        (("--prompt", "a", "--prompt", "x" * 41), "prompt 2 of 2 has 41 tokens, and the model sees 40: shorten it"),
-        (("--prompt", "a", "--prompt", ""), "prompt 2 of 2 must hold at least one token, got an empty one"),
-        (("--file", "surrogates.jsonl"), r"a prompt must be text in UTF-8, got 'b\ud800': convert it first"),
-        (("--file", "none"), "--file none cannot be read: No such file or directory"),
-        (("--chat", "--prompt", "a"), "--chat needs a tokenizer with a chat template, and that in"),
-    ],
-)
-def test_prompts_that_do_not_fit_the_model(refused, llama, tmp_path, monkeypatch, words, message):
-    """JSON can write surrogates, which are no text."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "surrogates.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\\ud800"}\n')
-    assert message in refused("generate", llama, *words, *GREEDY)
 
 
 TEMPLATE = (

@@ -12,10 +12,10 @@ import torch
 from codec_oracle import ML_DTYPES
 
 from octavo.nn.only_if_faster import cache_path, read_table
-from octavo.numerics import TENSOR, Cast, History
+from octavo.numerics import TENSOR, Cast
 from octavo.ops import Backend
 from octavo.rates.measured import Machine, Measurement, Table
-from octavo.recipe import PRESETS, Gemm, Recipe, delayed, get_recipe
+from octavo.recipe import PRESETS, Gemm, Recipe, get_recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.settings import load_config
 from octavo.version import __version__
@@ -194,13 +194,6 @@ def test_a_number_is_shown_in_every_format(printed):
         assert essential in shown
 
 
-def test_what_is_no_format_names_the_choices(refused):
-    err = refused("formats", "--format", "fp8")
-    assert all(part in err for part in ("'fp8'", *TYPES))
-    assert "e4m3 is a format: give --format e4m3" in refused("formats", "e4m3")
-    assert "leave one of them out" in refused("formats", "rowwise", "--format", "e4m3")
-
-
 @pytest.mark.parametrize("number", ["448", "inf", "nan", "-1e300"])
 def test_json_has_no_nan_and_no_infinity(printed, number):
     found = json.loads(printed("formats", "--json", "--", number), parse_constant=pytest.fail)
@@ -208,18 +201,6 @@ def test_json_has_no_nan_and_no_infinity(printed, number):
 
 
 # --- recipes in files, from training to packing
-
-SIZES = "--layers 1 --width 32 --heads 2 --kv-heads 1 --mlp-width 64 --context 16 --batch 2 --warmup 1 --device cpu"
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, book):
-    """A folder to stand in, with text.txt and mine.json: delayed scaling with another margin and interval."""
-    (tmp_path / "text.txt").write_text(book)
-    fields = delayed(history=History(8, margin=2.0, interval=2)).to_dict() | {"name": "mine"}
-    (tmp_path / "mine.json").write_text(json.dumps(fields))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -251,8 +232,7 @@ def test_the_table_of_a_toml_file_is_read(printed, refused, here):
 
 
 def test_a_run_keeps_its_recipe_without_the_file(printed, here):
-    sizes = [*SIZES.split(), "--evaluate-batches", "1", "--save-every", "2"]
-    out = printed("train", "--data", "text.txt", *sizes, "--recipe", "mine.json", "--steps", "2", "--out", "run")
+    out = printed("train", "tiny.toml", "--data=text.txt", "--recipe=mine.json", "--steps=2", "--out=run")
     assert "mine: 7 linear layers converted" in out
     recipe = get_recipe("mine.json")
     (here / "mine.json").unlink()
@@ -280,9 +260,7 @@ def test_a_calibration_needs_a_recipe_with_histories(here):
         Config(model="models/base", calibration="calibrated", recipe="rowwise")
 
 
-def test_doctor_and_plan_take_a_file(printed, refused, here):
+def test_doctor_and_plan_take_a_file(printed, here):
     found = json.loads(printed("doctor", "--json", "--recipe", "mine.json", "--recipe", "rowwise"))
     assert list(found["recipes"]) == ["mine", "rowwise"]
-    assert "leave --recipe out" in refused("doctor", "--measure-layers", "--recipe", "mine.json")
-    assert "leave --gpu out" in refused("doctor", "--measure-layers", "--gpu", "rtx4090")
     assert '"recipe": "mine"' in printed("plan", "llama-3-8b", "--recipe", "mine.json", "--json")

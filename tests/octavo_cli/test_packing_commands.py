@@ -159,34 +159,3 @@ def test_smooth_and_rotate(printed, qwen, data, tmp_path):
     assert "has its own weight now" in out
     assert json.loads((tmp_path / "out" / "octavo.json").read_text())["folded"]["smooth"]["alpha"] == 0.6
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
-
-
-# --- What cannot be
-
-REFUSED = {
-    "pack {opt} {out} --layer *=channel --layer *=tensor": "--layer must give each pattern one scheme, got '*' more",
-    "pack {opt} {out} --freeze 1 --data {data} --calibration {data}": "both give the scales of inputs: leave one out",
-    "pack {opt} {out} --rule mse": "the rule mse chooses scales from a calibration, and none is given: give --calibr",
-    "pack {opt} {out} --rule max --calibration {data}": "unknown rule 'max' for a scale: choose one of amax,",
-    "pack {opt} {out} --budget much": "a budget reads kl=0.01",
-    "pack {opt} {out} --budget kl=1": "give --data",
-    "pack {opt} {out} --budget kl=0": "the budget kl must be nats a token above 0",
-    "pack {opt} {out} --budget kl=1e-9 --data {data} --samples 2 --context 16": "leaves nothing to pack",
-    "pack {opt} {out} --rotate --scheme channel": "--scheme must be one of bf16, fp32, got 'channel'",
-    "pack {opt} {out} --rotate --budget kl=1": "--budget does nothing with --smooth or --rotate: leave one of them out",
-    "pack {opt} {out} --layout gguf --pow2": "--pow2 does nothing with --layout gguf: leave one of them out",
-    "pack {opt} {out}.gguf": "would be a folder: add --layout gguf for a file",
-    "pack {opt} {out} --no-tokenizer": "--no-tokenizer is for --layout gguf, which is not given: add it",
-    "pack {opt} {out} --smooth {out}": "calibration.json is missing",
-    "calibrate {opt} {out} --data {bad}": "bad.jsonl, line 2 is not valid JSON",
-    "calibrate {opt} {out} --data {out}": "there is no such file",
-    "calibrate {opt} {out} --data {data} --samples 0": "samples, context and batch must be at least 1",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(refused, opt, data, tmp_path, words):
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\nnot json\n')
-    places = {"opt": opt, "data": data, "out": tmp_path / "out", "bad": tmp_path / "bad.jsonl"}
-    assert REFUSED[words] in refused(*(word.format(**places) for word in words.split()))
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]

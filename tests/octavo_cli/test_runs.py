@@ -18,25 +18,13 @@ from verify_examples import change_json
 
 from octavo.bisection import Part, ShortRuns, Trial
 from octavo.checkpoint.folder import RunFolder
-from octavo.recipe import PRESETS
 from octavo.report.training_page import sparkline
 from octavo.train.config import Config, settings_of
 from octavo.train.run_records import ONE_SEED
 from octavo.train.trainer import Trainer
 from octavo_cli.train import _advice
 
-TOML = "".join(f"{name} = {json.dumps(value)}\n" for name, value in SMALLEST.items())
 QUICK = ("train", "tiny.toml", "--data=text.txt", "--recipe=bf16", "--out=run")
-
-
-@pytest.fixture
-def here(tmp_path, book, monkeypatch):
-    """A folder to stand in, with text.txt, other.txt and tiny.toml."""
-    monkeypatch.chdir(tmp_path)
-    half = len(book) // 2
-    for name, text in {"text.txt": book[:half], "other.txt": book[half:], "tiny.toml": TOML}.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
 
 
 def written_settings(run):
@@ -87,30 +75,6 @@ def test_a_signal_ends_with_the_way_on_and_a_second_one_at_once(octavo, here, mo
     else:
         assert code not in (0, None)
         assert not list((here / "run").glob("*step*"))
-
-
-@pytest.mark.parametrize(
-    ("words", "essentials"),
-    [
-        (["--recipe", "fp8"], ["'fp8'", *PRESETS]),
-        (["--skip", "nothing.*"], ["nothing.*", "matches no linear layer"]),
-        (["--data", "nowhere.txt"], ["nowhere.txt", "no such file"]),
-        (["--data", "short.txt"], ["17 tokens"]),
-        (["bad.toml"], ["'step'", "bad.toml", "did you mean 'steps'"]),
-        (["empty.txt"], ["empty.txt must hold settings, got none: leave it out for the defaults"]),
-        (["--resume", "run", "tiny.toml"], ["tiny.toml"]),
-    ],
-    ids=" ".join,
-)
-def test_a_bad_setting_is_one_line_and_writes_nothing(refused, here, words, essentials):
-    for name, text in {"short.txt": "short", "bad.toml": "step = 3", "empty.txt": "# nothing\n"}.items():
-        (here / name).write_text(text)
-    before = {path: path.read_bytes() for path in sorted(here.rglob("*")) if path.is_file()}
-    usual = [word for word in ("--data=text.txt", "--out=run") if not words[0].startswith(word.split("=")[0])]
-    config = [] if "." in words[0] or words[0] == "--resume" else ["tiny.toml"]
-    message = refused("train", *config, *words, *(usual if words[0] != "--resume" else []))
-    assert [essential for essential in essentials if essential not in message] == []
-    assert {path: path.read_bytes() for path in sorted(here.rglob("*")) if path.is_file()} == before
 
 
 def test_settings_lists_every_one_with_its_default(printed):
@@ -169,12 +133,6 @@ def test_more_seeds_are_advised_only_for_a_gap_that_is_searched():
     gap = Trial(Part(("y",)), (0.0001, 0.0003), 0.0013)  # 0.02 %
     assert "--seeds" in _advice(gap, 0.0001)
     assert "more seeds find nothing" in _advice(gap, 0.0005)
-
-
-@pytest.mark.parametrize("options", [(), ("--seeds", "2")])
-def test_a_command_without_a_run_starts_none(refused, here, options):
-    assert "give its settings as CONFIG, --from a run, or settings of octavo train" in refused("bisect", *options)
-    assert not (here / "runs").exists()
 
 
 def test_from_takes_the_settings_of_the_run(octavo, printed, text):

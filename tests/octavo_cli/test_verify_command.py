@@ -99,26 +99,6 @@ def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> N
     assert "<li>budget kl: " in (tmp_path / "r.html").read_text()
 
 
-def test_errors_are_one_line(refused: Any, folders: dict[str, Path], tmp_path: Path) -> None:
-    weights = folders["packed"] / "model.safetensors"
-    before = {path: path.read_bytes() for path in folders["packed"].iterdir()}
-    for more, message in (
-        (("--budget", "ppl=half"), "the budget ppl must be a percentage above 0% and up to 100%, such as 0.5%, or a"),
-        (("--json", tmp_path / "none" / "r.json"), "r.json cannot be written: No such file or directory. Nothing was"),
-        (("--html", tmp_path), "cannot be written: Is a directory. Nothing was run"),
-        (("--json", tmp_path / "r", "--html", f"{tmp_path}/./r"), "--json and --html must be two files"),
-        (("--json", weights), "model.safetensors exists, and is not a report that Octavo wrote: give another name"),
-        (("--json", weights.with_name("octavo.json")), "octavo.json exists, and is not a report that Octavo wrote"),
-        (("--html", weights.with_name("config.json")), "config.json exists, and is not a page that Octavo wrote"),
-        (("--samples", 0), "samples, context and batch must be at least 1"),
-        (("--data", tmp_path / "none"), "there is no"),
-        (("--against", tmp_path / "none"), "give a run of octavo train, or a Hugging Face model"),
-        (("--against", folders["packed"]), "is quantized already: give the model in BF16 that it was made from"),
-    ):
-        assert message in refused(*arguments(folders, *more))
-    assert {path: path.read_bytes() for path in folders["packed"].iterdir()} == before
-
-
 # --- inspect --dtypes: presets, settings, Hugging Face folders, and what is no model of a training
 
 LLAMA = {
@@ -190,22 +170,6 @@ def test_experts_run_in_fp8(printed, llama):
     assert sum(row["flops"] for row in products if row["phase"] == "backward") == 2 * expected
     assert {row["computes_in"] for row in products} == {"FP8"}
     assert "3-D weight" not in [each["what"] for each in found["left_out"]]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["llama-9b", "--dtypes"], "the presets are"),
-        ([".", "--dtypes"], "holds no config.json"),
-        (["packed", "--module", "*"], "--module is for --dtypes, which is not given: add it"),
-        (["small.toml"], "small.toml is no packed folder; to trace the dtypes of a model, add --dtypes"),
-        (["llama-1b", "--dtypes", "--recipe", "fp4"], "recipe"),
-        (["llama-1b", "--dtypes", "--context", "0"], "context must be"),
-    ],
-)
-def test_bad_input(refused, tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused("inspect", *words)
 
 
 def test_bad_folders(refused, llama):

@@ -1,5 +1,6 @@
-"""Where a plan has its settings and its model from, searches, and the parameters that it counts."""
+"""Where a plan has its settings and its model from, searches and their tables, and the parameters that it counts."""
 
+import csv
 import json
 import math
 import re
@@ -99,6 +100,30 @@ def test_a_plan_that_does_not_fit_finds_what_does():
 def test_no_number_of_gpus_ends_in_time():
     with pytest.raises(ValueError, match=r"trains on 1e\+15 tokens in 1 days: \d+ take [\d,.]+ days"):
         find_runs(Case("llama-3-8b", {"recipe": "rowwise"}), 1e15, 1)
+
+
+def test_the_cheapest_runs_that_end_in_time(printed, tmp_path):
+    table = tmp_path / "runs.csv"
+    output = printed("plan", "llama-3-8b", "--tokens", "1T", "--days", 14, "--price", 3, "--csv", table)
+    found = [line.split() for line in output.splitlines()[2:10]]
+    assert [float(row[-1].replace(",", "")) for row in found] == sorted(float(r[-1].replace(",", "")) for r in found)
+    assert {row[1] for row in found} == {"bf16", "rowwise"}
+    assert all(float(row[6]) <= 14 for row in found)
+    [first, *_] = rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert (first["gpus"], first["recipe"]) == (found[0][0], "rowwise")
+    assert len(rows) == len(found)
+
+
+def test_a_table_of_cases_replaces_its_own_kind_only(printed, refused, tmp_path):
+    table, other = tmp_path / "plan.csv", tmp_path / "other.csv"
+    other.write_text("mine")
+    for _ in range(2):
+        printed("plan", "gpt2", "--compare", "batch=1,2", "--csv", table)
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [row["case"] for row in rows] == ["batch 1", "batch 2"]
+    assert float(rows[0]["memory.peak"]) < float(rows[1]["memory.peak"])
+    assert "exists, and is not a table that Octavo wrote" in refused("plan", "gpt2", "--csv", other)
+    assert other.read_text() == "mine"
 
 
 # ---- The parameters that a plan counts, against models of transformers and Octavo on the meta device

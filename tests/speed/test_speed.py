@@ -1,9 +1,6 @@
 """The speed of generating text: the figures of a row, and `octavo generate --time`."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -101,22 +98,3 @@ def test_json(printed, made: Folders) -> None:
         seconds = sum(whole) / 2 - sum(first) / 2
         expected = 2 * 5 / seconds * row["batch"] / 2 if seconds > 0 else None
         assert row["tokens_per_second"] == (None if expected is None else pytest.approx(expected))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--length", "60", "--count", 8), "are 68 tokens, and the model of"),
-        (("--batch", "1,x"), "--batch takes numbers, such as 1,2,4, got '1,x'"),
-        (("--batch", "0"), "batch must be at least 1, got 0"),
-        (("--rounds", 0), "rounds must be at least 1, got 0"),
-        (("--prompt", "a"), "--prompt is for text, and --time writes none"),
-    ],
-)
-def test_what_cannot_be_timed(refused: Callable[..., str], made: Folders, words: tuple[Any, ...], message: str) -> None:
-    assert message in refused("generate", made("llama", scheme="channel"), "--time", *words, "--device", "cpu")
-
-
-def test_the_options_of_timing_need_it(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "--length is for --time" in refused("generate", tmp_path, "--prompt", "a", "--length", "8")
-    assert "--batch takes one number without --time" in refused("generate", tmp_path, "--prompt", "a", "--batch", "1,2")

@@ -1,5 +1,6 @@
 """What tests of tiny runs share: one thread, a text to train on, and calls around the steps of a run."""
 
+import json
 import random
 
 import pytest
@@ -18,6 +19,7 @@ TINY = {
 SMALLEST = TINY | {
     "layers": 1, "context": 16, "steps": 4, "warmup": 1, "evaluate_every": 2, "evaluate_batches": 3, "save_every": 2,
 }  # fmt: skip
+SMALLEST_TOML = "".join(f"{name} = {json.dumps(value)}\n" for name, value in SMALLEST.items())
 
 
 @pytest.fixture(scope="session", autouse=True)
