@@ -8,11 +8,12 @@ needs it inside functions only, and of `octavo` only `python -m octavo` imports 
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import sizes
@@ -71,52 +72,47 @@ def package_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def imported(node: ast.AST, modules: set[str]) -> Iterator[str]:
-    """The modules of ours that an import names; `from octavo.a import b` is octavo.a.b where that is a module."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "octavo")
-    elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "octavo":
-        for alias in node.names:
-            below = f"{node.module}.{alias.name}"
-            yield below if below in modules else str(node.module)
+class Import(NamedTuple):
+    """Of a module, or of a name from it; `hidden` in a function, or `for_types`, below `if TYPE_CHECKING`."""
 
-
-def imports_of(source: str, modules: set[str]) -> set[str]:
-    return {name for node in ast.walk(parse(source)) for name in imported(node, modules)}
+    module: str
+    name: str
+    level: int
+    hidden: bool
+    for_types: bool
 
 
 @cache
-def imports_from(source: str) -> list[ast.ImportFrom]:
-    return [node for node in ast.walk(parse(source)) if isinstance(node, ast.ImportFrom)]
+def imports_in(source: str) -> list[Import]:
+    found: list[Import] = []
+    waiting: list[tuple[ast.AST, bool, bool]] = [(parse(source), False, False)]
+    while waiting:
+        node, hidden, for_types = waiting.pop()
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, "", 0, hidden, for_types) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [Import(node.module or "", alias.name, node.level, hidden, for_types) for alias in node.names]
+        hidden |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for_types |= isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        waiting += [(child, hidden, for_types) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+def imports_of(source: str, modules: set[str], *, hidden: bool = False) -> set[str]:
+    """The modules of ours that a source imports, or hides; `from octavo.a import b` is octavo.a.b where that is one."""
+    every = [each for each in imports_in(source) if each.level == 0 and each.module.split(".")[0] == "octavo"]
+    names = {(each.module, f"{each.module}.{each.name}") for each in every if each.hidden or not hidden}
+    return {below if below in modules else module for module, below in names}
 
 
 def names_from(source: str, module: str) -> set[str]:
     """What `from module import ...` names, in any place."""
-    return {alias.name for node in imports_from(source) if node.module == module for alias in node.names}
-
-
-def hidden_imports(source: str, modules: set[str]) -> set[str]:
-    """The modules of ours that are imported inside a function."""
-    functions = [
-        n for n in ast.walk(parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    ]
-    return {name for f in functions for node in ast.walk(f) for name in imported(node, modules)}
+    return {each.name for each in imports_in(source) if each.module == module}
 
 
 def loaded_at_import(source: str) -> set[str]:
     """The packages that importing a file of this source imports: neither in a function nor for a type checker alone."""
-    found: set[str] = set()
-    waiting: list[ast.AST] = [parse(source)]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(str(node.module).split(".")[0])
-        for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        if not for_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
-    return found
+    return {each.module.split(".")[0] for each in imports_in(source) if not each.hidden and not each.for_types}
 
 
 def upward(module: str, imports: set[str]) -> set[str]:
@@ -198,17 +194,13 @@ def test_no_import_hides_in_a_function():
             allowed = {"octavo.inference.transformers_cache"}
         if name.startswith("octavo.train."):  # so is PEFT, which adapters alone need
             allowed = {"octavo.integrations.peft"}
-        return hidden_imports(SOURCES[name], set(SOURCES)) - allowed
+        return imports_of(SOURCES[name], set(SOURCES), hidden=True) - allowed
 
     assert broken(hidden, SOURCES.keys() - {"octavo"}) == {}
 
 
 def test_imports_are_absolute():
-    def relative(name: str) -> list[int]:
-        nodes = ast.walk(parse(ALL_SOURCES[name]))
-        return [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
-
-    assert broken(relative, ALL_SOURCES) == {}
+    assert broken(lambda name: [each for each in imports_in(ALL_SOURCES[name]) if each.level], ALL_SOURCES) == {}
 
 
 def of_ops(name: str) -> set[str]:
@@ -222,7 +214,8 @@ def test_a_reference_and_its_kernels_share_nothing():
     """
     assert broken(lambda name: of_ops(name) - KERNELS - SHARED - TILES, KERNELS) == {}
     assert broken(lambda name: of_ops(name) & TILES, OPERATIONS) == {}
-    assert broken(lambda name: (of_ops(name) & KERNELS) - hidden_imports(SOURCES[name], set(SOURCES)), OPERATIONS) == {}
+    hidden = {name: imports_of(SOURCES[name], set(SOURCES), hidden=True) for name in OPERATIONS}
+    assert broken(lambda name: (of_ops(name) & KERNELS) - hidden[name], OPERATIONS) == {}
     assert broken(lambda name: of_ops(name) - SHARED - {"octavo.ops.dispatch"}, SHARED) == {}
     taken = {name: names_from(SOURCES[name], "octavo.ops.library_gemms") for name in KERNELS}
     assert broken(lambda name: {constant for constant in taken[name] if not constant.isupper()}, KERNELS) == {}
@@ -351,7 +344,7 @@ def test_the_rules_see_what_they_forbid():
     assert upward("octavo.numerics.codec", {"octavo.ops", "octavo.numerics"}) == {"octavo.ops"}
     assert upward("octavo.models", {"octavo.train", "octavo.nn"}) == {"octavo.train"}
     assert upward("octavo.nn", {"octavo"}) == {"octavo"}
-    assert hidden_imports("def f():\n    from octavo.nn import x", modules) == {"octavo.nn"}
+    assert imports_of("import octavo.ops\ndef f():\n    import octavo.nn", modules, hidden=True) == {"octavo.nn"}
     assert loaded_at_import("import torch.nn\nclass A:\n    from octavo import nn") == {"torch", "octavo"}
     assert loaded_at_import("def f():\n    import torch\nif TYPE_CHECKING:\n    import octavo") == set()
     assert reachable("a", {"a": {"b"}, "b": {"c", "a"}, "c": set(), "d": {"a"}}) == {"a", "b", "c"}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -381,7 +381,7 @@ class Case:
         usual["parallel.gather_dtype"] = "bf16"  # as the presets of training: FP32 would slow BF16 more than FP8
         if "batch" not in self.settings and self.gpus >= 1:
             usual["batch"] = find_degrees(config.parallel, self.gpus).data
-        return model, config.change(**usual | self.settings)
+        return model, config.change(**{**usual, **self.settings})
 
     def _own_settings(self, preset: bool) -> Config | None:
         """The settings of a run, a TOML file or, if it is one, a `preset` of octavo train; None for another model. A
@@ -422,34 +422,32 @@ def find_runs(case: Case, tokens: float, days: float) -> list[TrainingPlan]:
         """The values of a setting that the search tries; none but its own if it is given."""
         return [{}] if setting in case.settings else [{setting: value} for value in values]
 
-    fault = None
-    recipes = [
-        (each, list[TrainingPlan]()) for each in choices("recipe", RECIPES if find_gpu(case.gpu).fp8 else ["bf16"])
-    ]
-    shares = [0] if "batch" in case.settings else [1, 2, 4, 8]
-    fastest: TrainingPlan | None = None
-    for gpus in SIZES:
-        try:
-            first = replace(case, gpus=gpus).training()
-        except ValueError as error:  # degrees that this number does not have
-            fault = error
-            continue
-        for recipe, found in (each for each in recipes if len(each[1]) < ENOUGH):
-            modes = choices(MODE, CHECKPOINTING)
+    def fitting(recipe: dict[str, Any]) -> Iterator[TrainingPlan]:
+        """The fastest run of each number of GPUs on which one fits."""
+        for first in firsts:
             runs = [first.changed(sequences=n, **(recipe | mode)) for mode in modes for n in shares]
             if fit := [plan for plan in runs if plan and plan.fits]:
-                best = max(fit, key=lambda plan: plan.tokens_per_second)
-                fastest = best if fastest is None else min(fastest, best, key=lambda plan: plan.days(tokens))
-                found += [best] if best.days(tokens) <= days else []
+                yield max(fit, key=lambda plan: plan.tokens_per_second)
+
+    recipes = choices("recipe", RECIPES if find_gpu(case.gpu).fp8 else ["bf16"])
+    modes, shares = choices(MODE, CHECKPOINTING), [0] if "batch" in case.settings else [1, 2, 4, 8]
+    firsts, fault = list[TrainingPlan](), None
+    for gpus in SIZES:
+        try:
+            firsts.append(replace(case, gpus=gpus).training())
+        except ValueError as error:  # degrees that this number does not have
+            fault = error
+    in_time = ((plan for plan in fitting(recipe) if plan.days(tokens) <= days) for recipe in recipes)
+    if found := [plan for each in in_time for plan in islice(each, ENOUGH)]:
+        return sorted(found, key=lambda plan: -plan.tokens_per_second)
+    fastest = min((p for each in recipes for p in fitting(each)), key=lambda plan: plan.days(tokens), default=None)
     if fastest is None:
         advice = "give --optimizer.state 8bit, or a GPU with more memory"
         raise fault or ValueError(f"{case.model} fits on no number of GPUs up to {SIZES[-1]:,}: {advice}")
-    if not any(found for _, found in recipes):
-        raise ValueError(
-            f"no number of GPUs up to {SIZES[-1]:,} trains on {tokens:g} tokens in {days:g} days: {fastest.gpus} take "
-            f"{fastest.days(tokens):,.1f} days. Give more days, or a GPU that is faster"
-        )
-    return sorted((plan for _, found in recipes for plan in found), key=lambda plan: -plan.tokens_per_second)
+    raise ValueError(
+        f"no number of GPUs up to {SIZES[-1]:,} trains on {tokens:g} tokens in {days:g} days: {fastest.gpus} take "
+        f"{fastest.days(tokens):,.1f} days. Give more days, or a GPU that is faster"
+    )
 
 
 def plan_schemes(case: Case) -> list[ServingPlan]:
