@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -59,12 +58,6 @@ def test_the_layer_is_the_forward_of_training(recipe, dtype, bias, shape):
     assert y.dtype == dtype
     assert y.shape == want.shape == (*shape[:-1], 256)
     assert torch.equal(y, want)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_a_tied_head_stays_tied(packed, name):
-    model: Any = load_packed(packed[name].packed).model
-    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 # --- What is read ------------------------------------------------------------------------------------------------

@@ -22,11 +22,10 @@ from octavo.inference.opening import load_packed
 from octavo.models.decoder import logits_of
 from octavo.ops import quantize
 from octavo.ops.launching import ARCHITECTURES as GPUS
-from octavo.packing import pack
 
 
-def opened(made, name="llama", **options):
-    return octavo.load(made(name, scheme="channel"), **options)
+def opened(made, name="llama", scheme="channel", **options):
+    return octavo.load(made(name, scheme=scheme), **options)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -95,7 +94,8 @@ def test_the_gradient_is_that_of_the_dequantized_weight(scheme):
     """dy is rounded to three bits after the leading one (31 dB on average), or not at all where dx is not in FP8."""
     layer = packed_layer(scheme)
     dx, expected = gradients(layer)
-    in_fp8 = layer.scheme.weight.granularity.cols is None or layer.scheme.weight.granularity.transposes
+    granularity = layer.scheme.weight.granularity
+    in_fp8 = scheme not in ("weight", "int8") and (granularity.cols is None or granularity.transposes)
     assert worst_row(dx, expected) > (26 if in_fp8 else 120)
     dx, expected = gradients(layer, torch.bfloat16)
     assert dx.dtype == torch.bfloat16
@@ -107,12 +107,13 @@ def test_blocks_at_the_edge_may_be_smaller():
     assert worst_row(*gradients(layer)) > 26
 
 
-@pytest.mark.parametrize("scheme", ["channel", "block", "mx"])
-def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(scheme):
+@pytest.mark.parametrize(("scheme", "products"), [("channel", 2), ("block", 2), ("mx", 1), ("weight", 0)])
+def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(scheme, products):
     layer = packed_layer(scheme)
     x = torch.randn(TOKENS, INPUTS, requires_grad=True)
     counts = operations(lambda: layer(x).sum().backward())
-    assert counts["octavo::scaled_mm"] == (1 if scheme == "mx" else 2)
+    assert counts["octavo::scaled_mm"] == products
+    assert products or not counts["octavo::quantize"]
     with torch.no_grad():
         assert torch.equal(layer(x), layer(x.detach().requires_grad_()))
 
@@ -353,22 +354,25 @@ def test_the_forward_pass_is_that_of_training_to_the_bit(made, name, dtype):
     assert torch.equal(found, required)
 
 
+PRODUCTS = {"channel": "octavo::scaled_mm", "int8": "octavo::int8_mm", "weight": "octavo::weight_only_mm"}
+
+
 @pytest.mark.parametrize(
-    ("name", "scheme", "product", "limit"),
-    [*((name, "channel", "octavo::scaled_mm", 0.018) for name in ARCHITECTURES),  # 35 dB
-     *((name, "int8", "octavo::int8_mm", 2e-3) for name in ("llama with biases", "qwen3"))],
+    ("name", "scheme", "limit"),
+    [*((name, "channel", 0.018) for name in ARCHITECTURES),  # 35 dB
+     *((name, "int8", 2e-3) for name in ("llama with biases", "qwen3")),
+     *((name, "weight", 1e-5) for name in ARCHITECTURES)],
 )  # fmt: skip
-def test_norms_and_activations_are_fused_and_layers_stacked(made, tmp_path, name, scheme, product, limit):
-    pack(made(name), tmp_path / "packed", scheme=scheme)
-    model = octavo.load(tmp_path / "packed")
-    seen = operations(lambda: logits(model))
-    assert seen["octavo::norm_quantize"] == 4
-    assert seen["octavo::activation_quantize"] == 2
-    assert seen["octavo::quantize"] == 2  # the attention's output
-    assert seen[product] == 8
+def test_norms_and_activations_are_fused_and_layers_stacked(made, name, scheme, limit):
+    model = opened(made, name, scheme)
+    seen, casts = operations(lambda: logits(model)), scheme != "weight"
+    assert seen["octavo::norm_quantize"] == 4 * casts
+    assert seen["octavo::activation_quantize"] == 2 * casts
+    assert seen["octavo::quantize"] == 2 * casts  # the attention's output
+    assert {product: seen[product] for product in PRODUCTS.values() if seen[product]} == {PRODUCTS[scheme]: 8}
     reference = layer_by_layer(model)
     apart = operations(lambda: logits(reference))
-    assert (apart["octavo::norm_quantize"], apart[product]) == (0, 14)
+    assert (apart["octavo::norm_quantize"], apart[PRODUCTS[scheme]]) == (0, 14)
     for each in (model, reference):
         each.float()  # in which a norm's output is not rounded on its way to the quantizer
     assert distance(logits(model), logits(reference)) < limit

@@ -7,8 +7,8 @@ import torch
 from metrics import distance
 from operation_counts import operations
 from packed_experts import packed_experts, routed
-from packed_layers import gradients, packed_layer, worst_row
-from runtime_examples import ARCHITECTURES, layer_by_layer, logits
+from packed_layers import packed_layer
+from runtime_examples import ARCHITECTURES, logits
 from tiny_models import open_theirs
 
 import octavo
@@ -43,26 +43,6 @@ def test_only_the_weight_is_rounded(made, tmp_path, name):
     assert distance(logits(model), wide) < 0.03  # both round activations to BF16
     assert distance(logits(model.half()), exact) < 0.15
     assert distance(logits(model.float()), exact) < 0.15
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_stacked_layers_run_as_one_gemm_and_nothing_is_quantized(made, name):
-    model = octavo.load(made(name, scheme="weight"))
-    seen = operations(lambda: logits(model))
-    assert seen["octavo::weight_only_mm"] == 8
-    assert not {f"octavo::{op}" for op in ("scaled_mm", "quantize", "norm_quantize", "activation_quantize")} & set(seen)
-    reference = layer_by_layer(model)
-    assert operations(lambda: logits(reference))["octavo::weight_only_mm"] == 14
-    for each in (model, reference):
-        each.float()
-    assert distance(logits(model), logits(reference)) < 1e-5
-
-
-def test_the_gradient_is_that_of_the_widened_weight():
-    layer = packed_layer("weight")
-    assert worst_row(*gradients(layer)) > 120
-    seen = operations(lambda: gradients(layer))
-    assert seen["octavo::quantize"] == seen["octavo::scaled_mm"] == 0
 
 
 def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(made, no_fp8_gemm, monkeypatch):

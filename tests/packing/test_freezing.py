@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verify_examples import change_config, change_tensors
 
 import octavo
-from octavo.calibration import Calibration, calibrate
+from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.packed_folder import PackedTensors
@@ -171,29 +171,6 @@ def rounded_cache(model, scales, dtype=None):
         model.set_attn_implementation("sdpa")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    [("llama", "mse"), *((kind, "amax") for kind in ("llama", "mistral", "qwen2", "qwen3", "opt"))],
-)
-def test_transformers_rounds_keys_and_values_by_our_scales(made, kind, rule, monkeypatch):
-    know_caches(monkeypatch)
-    folder = made(kind, scheme="channel", kv_cache="fp8", rule=rule)
-    scales, found = PackedTensors(folder).kv_scales, Calibration.load(made(kind, "calibrated"))
-    assert len(scales) == 2
-    for name, (k, v) in scales.items():
-        assert k.shape == v.shape == (1,)
-        assert float(k) == float(found.sites[f"{name}.k"].scale(rule))
-        assert float(v) == float(found.sites[f"{name}.v"].scale(rule))
-    quantized, plain = (open_theirs(path, torch.float32) for path in (folder, made(kind, scheme="channel")))
-    assert float(quantized.get_submodule(next(iter(scales))).k_scale) == float(next(iter(scales.values()))[0])
-    got, unrounded = outputs(quantized), outputs(plain)
-    with rounded_cache(plain, scales):
-        assert distance(got, outputs(plain)) < 1e-6
-    assert 1e-3 < distance(got, unrounded) < 0.25
-    assert torch.equal(outputs(load_packed(folder).model), outputs(load_packed(made(kind, scheme="channel")).model))
-
-
 def test_our_cache_takes_the_scales_of_a_folder(made):
     """Token by token, so that all but the newest key and value are read from the cache."""
     folder = made("llama", scheme="channel", kv_cache="fp8")
@@ -208,10 +185,8 @@ def test_our_cache_takes_the_scales_of_a_folder(made):
     assert distance(found, required) < 0.1 * distance(unrounded, required)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("scheme", ["channel", "static", "mx"])
-def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme, monkeypatch):
-    know_caches(monkeypatch)
+def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme):
     folder, plain = made("llama", scheme=scheme, kv_cache="fp8"), made("llama", scheme=scheme)
     stored, without = (load_file(path / "model.safetensors") for path in (folder, plain))
     names = {f"model.layers.{i}.self_attn.{x}_scale" for i in range(2) for x in "kv"}
@@ -222,9 +197,7 @@ def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme, monkeypatch):
         "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True
     }  # fmt: skip
     assert json.loads((folder / "octavo.json").read_text())["calibration"]["kv_cache"] == "fp8"
-    dtype = torch.bfloat16 if scheme == "mx" else torch.float32  # theirs widens mx to BF16, whatever it is asked for
-    with rounded_cache(reference := open_theirs(plain, dtype), PackedTensors(folder).kv_scales):
-        assert distance(outputs(open_theirs(folder, dtype)), outputs(reference)) < 1e-6
+    assert torch.equal(*(outputs(load_packed(path).model) for path in (folder, plain)))  # a forward pass has no cache
     assert convert_layout(folder, tmp_path / "again").lossless
     assert same_bytes(folder, tmp_path / "again")
     unpack(folder, tmp_path / "plain")

@@ -6,6 +6,7 @@ where a layer's input has no batch dimension, as in OPT's MLP). So as they come 
 rounding activations makes; given the recipe's token scales, they agree to float32's rounding.
 """
 
+import json
 import os
 import re
 import shutil
@@ -151,35 +152,7 @@ def test_a_calibration_runs_with_them(source):
         assert parts.run_part(0, IDS, None).shape == (*IDS.shape, 128)
 
 
-# ---- Folders of every scheme, layout and kind of model: `verify` finds nothing, and every reader computes what it does
-
-
-SEVERAL = {"*.down_proj": "mx", "*.layers.0.*": "channel"}  # the first that matches counts
-WAYS = [
-    *(("llama", {"scheme": scheme}) for scheme in SCHEMES),
-    *((name, {"scheme": each}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert") for each in ("mx", "static")),
-    *((name, {"scheme": "channel", "kv_cache": "fp8"}) for name in ("llama", "mistral", "qwen2", "qwen3", "opt")),
-    *(("mistral", {"scheme": "static", "kv_cache": "fp8", "rule": rule}) for rule in ("percentile", "mse")),
-    *(("llama", {"scheme": scheme, "kv_cache": "fp8"}) for scheme in ("static", "mx")),
-    ("llama", {"scheme": "block", "layout": "fp8"}),
-    ("opt", {"scheme": "tensor"}),
-    ("bert", {"scheme": "block", "layout": "fp8"}),
-    ("gemma2", {"scheme": "mx"}),
-    ("llama", {"scheme": "block", "layers": SEVERAL, "skip": ("*.layers.1.mlp.*",)}),
-]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("name", "how"), WAYS, ids=str)
-def test_every_reader_computes_what_the_bytes_say(made, name, how):
-    stored = how["scheme"] == "static" or "kv_cache" in how
-    report = verify(made(name, **how), made(name), calibration=made(name, "calibrated") if stored else None)
-    assert report.ok, [str(finding) for finding in report.findings]
-    assert [reader.outcome for reader in report.readers] == ["agrees", "agrees", "not run"]
-    if "layers" in how:
-        schemes = {layer.name.removeprefix("model.layers."): layer.spec for layer in report.layers}
-        assert [schemes[f"0.mlp.{leaf}_proj"] for leaf in ("down", "up")] == ["mx", "channel"]
-        assert len(schemes) == 14 - 3
+# ---- Folders of several files, and folders that transformers writes again
 
 
 def test_a_sharded_source_is_read_tensor_by_tensor(made, tmp_path, monkeypatch):
@@ -225,6 +198,14 @@ def test_transformers_saves_and_loads_it_again(made, tmp_path, name, how, monkey
     assert same_bits(*({key: t.float() for key, t in tensors.items()} for tensors in (before, after)))
     assert all(after[key].dtype == t.dtype for key, t in before.items() if t.dtype == torch.float8_e4m3fn)
     assert torch.equal(outputs(open_theirs(again, torch.float32)), logits)
+
+
+def test_the_first_glob_that_matches_a_layer_counts(made):
+    globs = {"*.down_proj": "mx", "*.layers.0.*": "channel"}
+    folder = made("llama", scheme="block", layers=globs, skip=("*.layers.1.mlp.*",))
+    schemes = json.loads((folder / "octavo.json").read_text())["layers"]
+    assert [schemes[f"model.layers.0.mlp.{leaf}_proj"] for leaf in ("down", "up")] == ["mx", "channel"]
+    assert len(schemes) == 14 - 3
 
 
 def test_the_page_names_the_scheme_of_every_recipe():

@@ -203,15 +203,12 @@ def test_experts_that_cannot_be_packed(sources, tmp_path):
         *((kind, {"scheme": "int8"}) for kind in ("mixtral", "qwen3moe", "deepseekv3")),
     ],
 )
-def test_a_packed_mixture_opens_here_and_in_transformers(made, tmp_path, kind, how):
+def test_the_experts_of_a_packed_mixture_keep_their_bits(made, tmp_path, kind, how):
     source, packed = made(kind), made(kind, **how)
     stored, plain = (load_file(folder / "model.safetensors") for folder in (packed, source))
     experts = {name for name in plain if is_expert(name)}
     assert {name for name in stored if is_expert(name)} == experts != set()
     assert all(torch.equal(stored[name], plain[name]) for name in experts)
-    report = verify(packed, source)
-    assert report.ok, [str(finding) for finding in report.findings]
-    assert [c.outcome for c in report.readers] == ["agrees", "agrees", "not run"]
     unpack(packed, tmp_path / "plain")
     assert load_file(tmp_path / "plain" / "model.safetensors").keys() == plain.keys()
     open_theirs(tmp_path / "plain")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_writers import know_caches
 from packed_examples import Example, small_shards
 from safetensors.torch import load_file, save_file
 from tiny_models import IDS, IMAGE_MODELS, MODELS, Folders, make_model
@@ -17,8 +18,9 @@ from verify_examples import change_settings, change_tensors, complaints, run_ver
 import octavo
 from octavo.calibration import calibrate
 from octavo.checkpoint.files import ShardReader, read_json
+from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation import Budget, PromptOptions
-from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality
+from octavo.evaluation.metrics import EmbeddingQuality
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.packing import convert_layout, pack
 from octavo.packing.transforms import fold
@@ -31,18 +33,49 @@ from octavo.verification.stored_files import CheckpointFiles, read_files
 from octavo.verification.streamed_model import required_by
 from octavo.verification.verifier import Verification
 
-# The last is the distance of transformers' emulation from the reference: 0 if it widens in float32 and scales by token.
 DOWN = "model.layers.0.mlp.down_proj"
-READERS = [
-    ("llama", {"scheme": "channel"}, 0.0),
-    ("mistral", {"scheme": "tensor"}, 0.0),
-    ("qwen2", {"scheme": "block"}, 0.0),
-    ("llama", {"scheme": "mx", "layers": {"*.o_proj": "channel", "*.down_proj": "block"}}, None),
-    ("qwen2", {"scheme": "block", "layout": "fp8"}, None),
-    ("opt", {"scheme": "mx"}, None),
-    ("bert", {"scheme": "channel"}, 0.0),
-    ("bert", {"scheme": "block", "layout": "fp8"}, None),
+# Decoders that are not fused, and mixtures whose experts are packed.
+UNFUSED = ("falcon", "bloom", "mpt", "mamba", "hyv4")  # FalconLinear; no max_position_embeddings; as deepseekv32
+MIXTURES = ("phimoe", "laguna", "deepseekv32", "hunyuan moe")
+ENDLESS = ("bloom", "mamba", "t5", "t5 encoder", "t5 trunk")  # that state no largest number of positions
+# Models whose outputs are hidden states, not logits.
+ENCODERS = ("bert", "bert masked", "roberta", "xlm roberta masked", "t5 encoder", "t5 trunk", "bart trunk")
+# RoBERTa's first position is 2, so 66 positions are for 64 tokens: the prompts are as long as the model can see.
+# transformers widens packed weights in a hook of the whole model, and an encoder's outputs are those of a part.
+# gptneox has other names of tensors in its files, and gemma2 a buffer beside the weight of its embedding.
+# Linear layers of phimoe and laguna have other names in the files; deepseekv32 and hunyuan cast an input to the dtype
+# of a weight; a convolution of olmo is three tensors in the files; the settings of bamba have an infinite number; the
+# tied weight of xlm roberta has the name of the embedding in the files, and that of the head in the model.
+CHANNEL = [
+    "mistral", "qwen2", "qwen3", "opt", "gpt2", "gptneox", "gemma2", "jamba", "olmo hybrid", "bamba", *UNFUSED, "t5",
+    "bart", *ENCODERS, "mixtral", "qwen3moe", "whisper", *IMAGE_MODELS,
+]  # fmt: skip
+FP8 = ("llama", "qwen2", "bert", "t5", "bart", "mixtral", "qwen3moe", "vit", "whisper")
+SEVERAL = {"*.down_proj": "mx", "*.layers.0.*": "channel"}  # the first that matches counts
+FOLDERS: list[tuple[str, dict[str, Any]]] = [
+    *(("llama", {"scheme": scheme}) for scheme in SCHEMES),
+    ("llama", {"scheme": "mx", "layers": {"*.o_proj": "channel", "*.down_proj": "block"}}),
+    ("llama", {"scheme": "block", "layers": SEVERAL, "skip": ("*.layers.1.mlp.*",)}),
+    *((name, {"scheme": "channel"}) for name in CHANNEL),
+    *((name, {"scheme": "channel", "experts": True}) for name in MIXTURES),
+    *((name, {"scheme": "tensor"}) for name in ("mistral", "opt", "gpt2")),
+    ("gpt2", {"pow2": True}),
+    *((name, {"scheme": "static"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert")),
+    ("qwen2", {"scheme": "block"}),
+    *((name, {"scheme": "block", "layout": "fp8"}) for name in FP8),
+    *((name, {"scheme": "mx"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert", "gemma2", "vit")),
+    ("vit", {"scheme": "group64"}),
+    *((name, {"scheme": "weight"}) for name in ("mixtral", "glm4moe")),  # transformers keeps their experts in BF16
+    *((name, {"scheme": "int8"}) for name in ("opt", "mixtral", "qwen3moe", "deepseekv3", "vit")),
+    *((name, {"scheme": "channel", "kv_cache": "fp8"}) for name in ("llama", "mistral", "qwen2", "qwen3", "opt")),
+    *(("llama", {"scheme": scheme, "kv_cache": "fp8"}) for scheme in ("static", "mx")),
+    *(("mistral", {"scheme": "static", "kv_cache": "fp8", "rule": rule}) for rule in ("percentile", "mse")),
 ]
+# transformers' emulation in float32 has the numbers of the reference. These round some inputs at a tie to the other
+# side: OPT's decoder layers flatten their MLP's input to [T, K], which compressed-tensors scales as one tensor.
+TIES = {"opt": 2e-3, "gpt2": 2e-3, "bart": 1e-3}
+ROUGH = ("jamba", "olmo hybrid", "hyv4", "mixtral", "qwen3moe", "deepseekv3")  # whose outputs rounding moves far
+BROKEN_READER = "dinov2"  # transformers 5.23 opens no quantized folder of its type
 
 
 @pytest.fixture
@@ -58,22 +91,47 @@ def check_agreement(report: Report) -> list[ReaderResult]:
     return report.readers
 
 
-@pytest.mark.parametrize(("name", "options", "exact"), READERS)
-def test_readers_agree_with_the_bytes(made: Folders, name: str, options: dict[str, Any], exact: float | None) -> None:
-    report = run_verify(made(name, **options), made(name))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("name", "options"), FOLDERS, ids=str)
+def test_every_reader_computes_what_the_bytes_say(made, monkeypatch, name, options):
+    know_caches(monkeypatch)
+    cached, with_text = "kv_cache" in options, name not in (*IMAGE_MODELS, "whisper")
+    calibration = made(name, "calibrated") if cached or options.get("scheme") == "static" else None
+    report = (run_verify if with_text else verify)(made(name, **options), made(name), calibration=calibration)
+    if name == BROKEN_READER:
+        assert [reader.outcome for reader in report.readers] == ["failed", "agrees", "not run"]
+        assert "target_patterns" in report.readers[0].note
+        return
     transformers, octavo, vllm = check_agreement(report)
+    in_float32, rough = transformers.note.startswith("emulated in float32"), name in (*ROUGH, *MIXTURES)
+    assert transformers.distance < (TIES.get(name, 1e-5) if in_float32 else transformers.tolerance)
+    assert 0 < transformers.tolerance < (0.35 if rough else 0.25)
+    assert 0 < octavo.distance < (octavo.tolerance if rough or cached else 0.12)
     assert vllm.note == "not installed"
-    assert transformers.distance < (1e-5 if exact == 0 else transformers.tolerance)
-    assert 0 < transformers.tolerance < 0.25
-    assert 0 < octavo.distance < 0.12
-    assert 0.5 < report.sizes.packed / report.sizes.packed_bf16 < 0.53
-    assert all(layer.output_sqnr and 25 < layer.output_sqnr < 32 for layer in report.layers)
-    if name == "bert":
-        assert 0.99 < report.quality.least <= report.quality.cosine.value < 1
-        assert report.quality.cosine.value < report.int8.cosine.value < 1
+    assert report.remarks == ["keys and values are rounded by the folder's scales, as its cache does"] * cached
+    assert 0.5 < report.sizes.packed / report.sizes.packed_bf16 < (0.57 if "group" in str(options) else 0.53)
+    if with_text:
+        check_quality(name, options, report)
+
+
+def check_quality(name: str, options: dict[str, Any], report: Report) -> None:
+    """The quality that packing left, of the model and of each layer that ran: all but the head of an encoder."""
+    names = [layer.name for layer in report.layers]  # state-space layers read that of dt_proj without a call
+    assert not any(layer.endswith((".dt_proj", ".weights_proj")) for layer in names)
+    if name in UNFUSED:
+        assert len(names) == {"mamba": 6, "hyv4": 22}.get(name, 8)
+    ran = [layer.output_sqnr for layer in report.layers if layer.output_sqnr is not None]
+    assert len(ran) == len(names) - name.endswith("masked")
+    assert 25 < min(ran) <= max(ran) < {"int8": 45, "weight": 33}.get(options.get("scheme", ""), 32)
+    quality, int8 = report.quality, report.int8
+    assert quality.prompts == (2 if name in ENDLESS else 9)
+    assert isinstance(quality, EmbeddingQuality) == (name in ENCODERS)
+    if name in ENCODERS:
+        assert 0.99 < quality.least <= quality.cosine.value < int8.cosine.value < 1
     else:
-        assert 0 < report.int8.kl.value < report.quality.kl.value < 0.1
-        assert report.quality.prompts == 9
+        assert 0 < quality.kl.value < 0.1
+        assert quality.top1.value > 0.7
+        assert 0 < int8.kl.value < quality.kl.value * (1.1 if options.get("scheme") == "int8" else 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama untied", "gpt2", "qwen2"])
@@ -285,49 +343,17 @@ def test_sizes_of_a_folder(tmp_path: Path) -> None:
     assert sizes.whole == stored_bytes(tmp_path / "out")
 
 
-# ---- Right folders of models that readers treat specially: every reader agrees, with a margin
+# ---- Models that readers treat specially
 
 
-# RoBERTa's first position is 2, so 66 positions are for 64 tokens: the prompts are as long as the model can see.
-# transformers widens packed weights in a hook of the whole model, and an encoder's outputs are those of a part.
-# gptneox has other names of tensors in its files, and gemma2 a buffer beside the weight of its embedding.
-# Linear layers of phimoe and laguna have other names in the files; deepseekv32 and hunyuan cast an input to the dtype
-# of a weight; a convolution of olmo is three tensors in the files; the settings of bamba have an infinite number; the
-# tied weight of xlm roberta has the name of the embedding in the files, and that of the head in the model.
-UNFUSED = ("falcon", "bloom", "mpt", "mamba", "hyv4")  # FalconLinear; no max_position_embeddings; as deepseekv32
-SPECIAL = [
-    *((name, {"scheme": "channel"}) for name in ("bert masked", "roberta", "gptneox", "gemma2", "jamba")),
-    *((name, {"scheme": "channel"}) for name in ("olmo hybrid", "bamba", "xlm roberta masked", *UNFUSED)),
-    *((name, {"scheme": "channel", "experts": True}) for name in ("phimoe", "laguna", "deepseekv32", "hunyuan moe")),
-    *((name, {"scheme": "weight"}) for name in ("mixtral", "glm4moe")),  # transformers keeps their experts in BF16
-    *((name, {"scheme": "channel"}) for name in ("t5", "t5 trunk", "t5 encoder", "bart", "bart trunk")),
-    *((name, {"scheme": "block", "layout": "fp8"}) for name in ("t5", "bart")),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), SPECIAL)
-def test_models_that_readers_treat_specially(made: Folders, name: str, options: dict[str, Any]) -> None:
-    report = run_verify(made(name, **options), made(name))
-    transformers, *_ = check_agreement(report)
-    if name == "gemma2":
-        assert transformers.distance < 1e-5
-        assert report.quality.kl.value < 0.1
-        assert report.quality.top1.value > 0.7
-    if name.startswith(("t5", "bart")):
-        assert report.remarks == []
-        assert transformers.distance < 1e-3 or "layout" in options
-        assert isinstance(report.quality, LogitQuality if name in ("t5", "bart") else EmbeddingQuality)
-        assert all(layer.output_sqnr is not None for layer in report.layers)  # every layer ran, of the decoder too
-    names = [layer.name for layer in report.layers]  # state-space layers read that of dt_proj without a call
-    assert not any(layer.endswith((".dt_proj", ".weights_proj")) for layer in names)
-    if name in UNFUSED:
-        assert len(names) == {"mamba": 6, "hyv4": 22}.get(name, 8)
-        with pytest.warns(UserWarning, match="generate runs on transformers' own loop"):
-            ids = octavo.load(made(name, **options)).generate(IDS[:1], max_new_tokens=4, min_new_tokens=4)
-        assert ids.shape == (1, 28)
+@pytest.mark.parametrize("name", UNFUSED)
+def test_models_that_the_engine_does_not_serve_generate_all_the_same(made: Folders, name: str) -> None:
+    with pytest.warns(UserWarning, match="generate runs on transformers' own loop"):
+        ids = octavo.load(made(name, scheme="channel")).generate(IDS[:1], max_new_tokens=4, min_new_tokens=4)
+    assert ids.shape == (1, 28)
     if name == "mamba":
         with pytest.raises(ValueError, match="MambaForCausalLM casts an input to the dtype of its head: leave head="):
-            octavo.load(made(name, **options), head="rowwise")
+            octavo.load(made(name, scheme="channel"), head="rowwise")
 
 
 def test_layers_of_other_names_are_found_by_transformers(made: Folders, tmp_path: Path) -> None:
@@ -390,19 +416,6 @@ def test_weights_that_are_filled_are_not_initialized_again(made: Folders) -> Non
     with pytest.raises(RuntimeError, match="Gemma2TextScaledWordEmbedding would be initialized again"):
         compute_buffers(model, "cpu")
     assert torch.equal(embedding.weight, torch.ones_like(embedding.weight))
-
-
-# OPT's decoder layers flatten their MLP's input to [T, K]; compressed-tensors then scales it as one tensor.
-FLAT = [
-    ("opt", {"scheme": "channel"}), ("gpt2", {"scheme": "channel"}), ("gpt2", {"scheme": "tensor"}),
-    ("gpt2", {"pow2": True}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "options"), FLAT)
-def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(made, name, options):
-    transformers = check_agreement(verify(made(name, **options), made(name)))[0]
-    assert transformers.distance < transformers.tolerance / 20 < 0.01  # above 0 if a tie rounds to the other side
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
