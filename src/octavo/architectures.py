@@ -8,8 +8,8 @@ This is data alone, below every package: `octavo.nn` cannot import `octavo.hf`, 
     what                         reads                                          in
     convert, fusion              fusable, o                                     octavo.nn
     tensor parallelism           layers, embeddings, block, norm, fusable       octavo.distributed.tensor_parallelism
-    smoothing and rotation       block, embeddings, norm                        octavo.hf.layer_map
-    layers packed together       block, expert_up                               octavo.hf.layer_map, octavo.packing
+    smoothing and rotation       block, embeddings, norm                        octavo.packing.transforms
+    layers packed together       block, expert_up                               octavo.checkpoint.scheme, octavo.packing
     calibration                  name                                           octavo.hf.block_by_block
     plan                         model_type, block, qkv_bias, fusable           octavo.plan.model_shape
     GGUF                         gguf                                           octavo.packing.gguf_export

@@ -287,7 +287,10 @@ def test_a_file_that_another_program_wrote_since_is_not_judged(packed):
     tensors["model.norm.weight"] *= 2
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
     octavo.load(packed)
-    assert verify(packed).ok
+    report = verify(packed)
+    assert report.ok
+    (remark,) = report.remarks
+    assert remark.startswith("model.norm.weight (1 such tensors) is not what Octavo wrote, by its checksum")
 
 
 def test_parts_that_ranks_wrote_are_checked_wherever_they_are_read_whole(tmp_path):

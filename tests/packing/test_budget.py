@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from octavo.calibration import calibrate
 from octavo.checkpoint.packed_folder import PackedTensors
+from octavo.checkpoint.scheme import groups
 from octavo.evaluation import Budget, PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
-from octavo.hf.layer_map import groups
 from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig

@@ -489,15 +489,6 @@ def test_rows_of_any_size_fit_their_scales(models: Models, tmp_path: Path, optio
         assert verify(tmp_path / scheme).findings == []
 
 
-def test_checksums_that_another_program_left_behind(models: Models, tmp_path: Path) -> None:
-    bad = shutil.copytree(models("channel")[0], tmp_path / "bad")
-    tensors = load_file(bad / SINGLE)
-    tensors[NORM][4] = 1.5
-    save_file(tensors, bad / SINGLE)
-    (remark,) = (remark for remark in verify(bad).remarks if "checksum" in remark)
-    assert remark.startswith(f"{NORM} (1 such tensors) is not what Octavo wrote")
-
-
 class Evil:
     """Its pickle makes a directory when it is loaded."""
 

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from octavo.architectures import ARCHITECTURES
 from octavo.checkpoint.files import ArtifactError, check_match, failing, is_finite
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
 from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_backend, product_backend, takes_fnuz
@@ -377,6 +378,39 @@ def _in_fnuz(scheme: Scheme) -> Scheme:
     assert scheme.inputs is not None
     weight, inputs = (replace(cast, format="e4m3fnuz") for cast in (scheme.weight, scheme.inputs))
     return replace(scheme, weight=weight, inputs=inputs)
+
+
+# ---- Linear layers that readers fuse into one GEMM: q, k and v; gate and up, which Mixtral calls w1 and w3.
+#
+# vLLM holds their weights as one tensor, which has one scheme. It refuses a folder in which one of them is packed and
+# another is not, so the layers of a group are packed by one scheme, or all left in BF16.
+
+
+def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group the layers `names`, in their order, by the GEMM that readers run them in; most are alone."""
+    fused = []  # the last names of the layers of each such GEMM, of all architectures
+    for each in ARCHITECTURES.values():
+        layers = each.block.qkv, each.block.up, each.expert_up
+        fused += [tuple(name.rpartition(".")[2] for name in together) for together in layers]
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        together = next((leaves for leaves in fused if leaf in leaves and len(leaves) > 1), (leaf,))
+        found.setdefault((parent, together), []).append(name)
+    return [tuple(layers) for layers in found.values()]
+
+
+def check_groups(names: Iterable[str], schemes: Mapping[str, Scheme]) -> None:
+    """Raise a ValueError unless the layers of each group of all linear layers `names` have one scheme, or none."""
+    for fused in groups(names):
+        chosen = {name: schemes[name].name if name in schemes else "BF16" for name in fused}
+        if len(set(chosen.values())) > 1:
+            parent = fused[0].rpartition(".")[0]
+            each = ", ".join(f"{name.rpartition('.')[2]} {how}" for name, how in chosen.items())
+            raise ValueError(
+                f"{parent}: layers that readers run as one GEMM need one scheme, they have {each}: name all of them "
+                "in --skip or --layer"
+            )
 
 
 # ---- A layout: one way to write a packing down (`octavo.checkpoint.layouts`), and what the layouts share.

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import check_absent
+from octavo.checkpoint.scheme import groups
 from octavo.evaluation import Budget
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, check_budgets, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.layer_map import groups
 from octavo.hf.meta_model import model_outputs, predicts_tokens, rounding_cache
 from octavo.hf.source import Source, open_source
 from octavo.inference.packed_linear import PackedLinear

@@ -15,8 +15,17 @@ from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import SCALE_RULES
 from octavo.checkpoint.files import ArtifactError, load_tensors
 from octavo.checkpoint.layouts import check_layout, get_layout
-from octavo.checkpoint.scheme import K_SCALE, SCHEME_OF, STATIC, V_SCALE, Scheme, attentions, get_scheme
-from octavo.hf.layer_map import check_groups, groups
+from octavo.checkpoint.scheme import (
+    K_SCALE,
+    SCHEME_OF,
+    STATIC,
+    V_SCALE,
+    Scheme,
+    attentions,
+    check_groups,
+    get_scheme,
+    groups,
+)
 from octavo.hf.source import Source
 from octavo.nn.module_tools import is_conv1d
 from octavo.nn.selection import check_strings, select_linears
@@ -37,7 +46,8 @@ class PackOptions:
         layers: glob of layer names -> another scheme for these layers. The first glob that matches counts.
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block), modelopt (static, channel or block).
         skip: globs of layers that stay in BF16, beside output heads, routers and the layers that the run skipped. Of
-            layers that readers run as one GEMM (`octavo.hf.layer_map`) it takes all or none, and they have one scheme.
+            layers that readers run as one GEMM (`octavo.checkpoint.scheme.groups`) it takes all or none, and they have
+            one scheme.
         calibration: the folder that `octavo calibrate` wrote for this model. `kv_cache` and the scheme static need it.
             A run that was trained with the recipe `delayed` has scales of its own for static, which it keeps unless
             both `scheme` and `calibration` are given.

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from octavo.checkpoint.folder import check_absent, has_tokenizer, read_card
 from octavo.checkpoint.layouts import LAYOUTS, UNQUANTIZED_DTYPE, Packing, get_layout, quantization_config
-from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Scheme
-from octavo.hf.layer_map import groups
+from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Scheme, groups
 from octavo.hf.meta_model import names_language_model
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
 from octavo.nn.conversion_report import Leftover, find_coverage

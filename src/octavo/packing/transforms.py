@@ -21,16 +21,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.architectures import ARCHITECTURES, Architecture
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError, is_finite
 from octavo.checkpoint.folder import check_absent
-from octavo.hf.layer_map import Foldable, Pair, find_foldable
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
+from octavo.models import GPT2
 from octavo.numerics.scaling import block_size, hadamard
 from octavo.util import Progress, no_progress
 
@@ -163,9 +164,9 @@ def fold(
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     source = open_source(model, step)
-    job = FoldJob(source, find_foldable(source, rotate=rotate), DTYPES[dtype])
+    job = FoldJob(source, DTYPES[dtype], rotates=rotate)
     if smooth is not None:
-        job.smooth(Path(smooth), alpha, beside_rotation=rotate)
+        job.smooth(Path(smooth), alpha)
     if rotate:
         job.rotate(seed)
     record = {"dtype": dtype, "folded": job.record_of}
@@ -176,23 +177,100 @@ def fold(
     )
 
 
-class FoldJob:
-    """The steps that change each tensor of a model by its name, and `record_of`, the entry "folded" of octavo.json."""
+# ---- The places in an architecture where folding is possible: the module that writes a tensor, and all that read it.
+#
+#     residual -> input_layernorm -> q, k, v     v -> attention -> o -> residual
+#     residual -> post_attention_layernorm -> gate, up      up -> (* act(gate)) -> down -> residual
+#
+# The computation between the writer and the readers of a pair commutes with a factor for each channel: attention mixes
+# tokens, and a gate multiplies elementwise. ReLU commutes with positive factors. GELU does not, so there is no pair
+# across it. A norm whose output is also a residual (BERT, and OPT with norms after its layers) is in no pair, because
+# not all of its readers are linear layers.
 
-    def __init__(self, source: Source, places: Foldable, dtype: torch.dtype) -> None:
-        self.source, self.places, self.dtype = source, places, dtype
+
+class Pair(NamedTuple):
+    """A norm or linear layer `writer`, and the linear layers `readers` of its output, through attention heads or not.
+
+    `head` is the width of a head if several query heads share one that the writer writes, else 0.
+    """
+
+    writer: str
+    readers: tuple[str, ...]
+    head: int = 0
+
+
+def _find_architecture(source: Source, *, rotates: bool) -> Architecture:
+    """The architecture of `source`. An ArtifactError, which says why, if it cannot be folded, or not rotated."""
+    where = source.description / "config.json"
+    architecture = str((source.config.get("architectures") or ["of no named architecture"])[0])
+    rotated = ", ".join(f"{each.name}ForCausalLM" for each in ARCHITECTURES.values() if each.fusable)
+    supported = f"{rotated}; and to smooth, OPTForCausalLM and BERT-like encoders"
+    if isinstance(source.meta_model.model, GPT2):
+        raise ArtifactError(f"{where} is of a run of octavo's GPT-2: fold takes {supported}")
+    like_bert = architecture.startswith("Bert")
+    known = ARCHITECTURES.get("Bert" if like_bert else architecture.removesuffix("ForCausalLM"))
+    if rotates and architecture.startswith(("OPT", "Bert")):
+        raise ArtifactError(
+            f"{where}: {architecture} has LayerNorm, whose mean and bias a rotation does not leave in place: only "
+            f"models with RMSNorm are rotated ({rotated})"
+        )
+    if known is None or not (known.fusable or like_bert or known.name == "OPT"):
+        raise ArtifactError(f"{where}: {architecture} cannot be folded; supported are {supported}")
+    return known
+
+
+class FoldJob:
+    """The steps that change each tensor of a model by its name, and `record_of`, the entry "folded" of octavo.json. An
+    ArtifactError, which says why, if the model cannot be folded, or not rotated."""
+
+    def __init__(self, source: Source, dtype: torch.dtype, *, rotates: bool) -> None:
+        self.source, self.dtype, self._rotates = source, dtype, rotates
+        self._architecture = _find_architecture(source, rotates=rotates)
+        self._block, values = self._architecture.block, self._architecture.block.qkv[2]
+        names = (name for name, _ in source.meta_model.model.named_modules())
+        self._layers = [name.removesuffix(values) for name in names if name.endswith(f".{values}")]  # and a dot
+        for what, size in (("width", self._width), ("head width", self._head_dim)) if rotates else ():
+            if size % 2:
+                where = source.description / "config.json"
+                raise ArtifactError(f"{where}: its {what} {size} is odd, and there is no Hadamard rotation for that")
         self._embedding, self._head = (
-            f"{n}.weight" for n in (places.architecture.embeddings[0], places.architecture.head)
+            f"{n}.weight" for n in (self._architecture.embeddings[0], self._architecture.head)
         )
         self.changes: dict[str, Change] = defaultdict(Change)  # by the tensor's name
         self.record_of: dict[str, Any] = {"smooth": None, "rotate": None}
         self.smoothed: dict[str, tuple[float, float]] = {}
         self.rotated: tuple[int, int] | None = None
 
-    def smooth(self, folder: Path, alpha: float, *, beside_rotation: bool) -> None:
+    @property
+    def _width(self) -> int:
+        """That of the residual stream."""
+        return int(self.source.config["hidden_size"])
+
+    @property
+    def _head_dim(self) -> int:
+        return int(self.source.config.get("head_dim") or self._width // self.source.config["num_attention_heads"])
+
+    def _norms(self) -> list[Pair]:
+        """The norms in front of linear layers alone, and these."""
+        config, block = self.source.config, self._block
+        before = config.get("do_layer_norm_before", True) and config.get("layer_norm_elementwise_affine", True)
+        groups = list(zip(block.norms if before else (), (block.qkv, block.up), strict=False))
+        return [Pair(at + norm, tuple(at + name for name in read)) for at in self._layers for norm, read in groups]
+
+    def _pairs(self) -> list[Pair]:
+        """The pairs whose tensor can be smoothed: beside a rotation those alone that it does not turn."""
+        block, head = self._block, self._head_dim if self._architecture.fusable else 0
+        across = block.rms or (block.norms and self.source.config.get("activation_function", "relu") == "relu")
+        values = [Pair(at + block.qkv[2], (at + block.o,), head) for at in self._layers]
+        return [
+            *([] if self._rotates else [*self._norms(), *values]),
+            *(Pair(at + block.up[-1], (at + block.down,)) for at in self._layers if across),
+        ]
+
+    def smooth(self, folder: Path, alpha: float) -> None:
         """For each pair, divide the writer by a factor for each channel, and multiply the readers by it."""
         calibration = load_calibration(folder, self.source.origin, self.source.description)
-        for pair in self.places.pairs(norms=not beside_rotation):
+        for pair in self._pairs():
             site, *others = {calibration.layers.get(reader) for reader in pair.readers}
             if site is None or others:
                 readers = ", ".join(pair.readers)
@@ -222,21 +300,21 @@ class FoldJob:
 
     def rotate(self, seed: int) -> None:
         """Absorb the weights of norms, and rotate the residual stream and the values."""
-        places, block = self.places, self.places.block
-        turn = rotated(places.width, random_signs(places.width, seed))
-        turn_head = rotated(places.head_dim)
-        for norm, readers, _ in [*places.norms(), Pair(places.architecture.norm, (places.architecture.head,))]:
+        block, last = self._block, Pair(self._architecture.norm, (self._architecture.head,))
+        turn = rotated(self._width, random_signs(self._width, seed))
+        turn_head = rotated(self._head_dim)
+        for norm, readers, _ in [*self._norms(), last]:
             gain = self.source.get(f"{norm}.weight").double()
             for reader in readers:
                 self.changes[f"{reader}.weight"].inputs += [scaled(gain), turn]
             self._on_outputs(norm, torch.ones_like)
         self.changes[self._embedding].inputs.append(turn)
-        for layer in places.layers:
+        for layer in self._layers:
             for writer in (block.o, block.down):
                 self._on_outputs(layer + writer, turn)
             self._on_outputs(layer + block.qkv[2], turn_head)
             self.changes[f"{layer}{block.o}.weight"].inputs.append(turn_head)
-        stream, head = self.rotated = block_size(places.width), block_size(places.head_dim)
+        stream, head = self.rotated = block_size(self._width), block_size(self._head_dim)
         self.record_of["rotate"] = {"seed": seed, "stream_block": stream, "head_block": head}
 
     @property

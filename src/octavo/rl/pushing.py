@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from octavo.checkpoint.files import ShardReader
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
-from octavo.checkpoint.scheme import SCHEME_OF
-from octavo.hf.layer_map import groups
+from octavo.checkpoint.scheme import SCHEME_OF, groups
 from octavo.hf.meta_model import transformers_meta_model
 from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear

@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama as llama
 import octavo
 from octavo.architectures import ARCHITECTURES, LLAMA, Architecture
 from octavo.checkpoint.files import ArtifactError
-from octavo.hf.layer_map import groups
+from octavo.checkpoint.scheme import groups
 from octavo.nn.fused_modules import DecoderLayer
 from octavo.packing import pack
 from octavo.packing.transforms import fold
