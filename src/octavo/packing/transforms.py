@@ -228,14 +228,12 @@ class FoldJob:
         self._architecture = _find_architecture(source, rotates=rotates)
         self._block, values = self._architecture.block, self._architecture.block.qkv[2]
         names = (name for name, _ in source.meta_model.model.named_modules())
-        self._layers = [name.removesuffix(values) for name in names if name.endswith(f".{values}")]  # and a dot
+        self._layers = [name.removesuffix(values) for name in names if name.endswith(f".{values}")]  # with a dot
         for what, size in (("width", self._width), ("head width", self._head_dim)) if rotates else ():
             if size % 2:
                 where = source.description / "config.json"
                 raise ArtifactError(f"{where}: its {what} {size} is odd, and there is no Hadamard rotation for that")
-        self._embedding, self._head = (
-            f"{n}.weight" for n in (self._architecture.embeddings[0], self._architecture.head)
-        )
+        self._embedding, self._head = f"{self._architecture.embeddings[0]}.weight", f"{self._architecture.head}.weight"
         self.changes: dict[str, Change] = defaultdict(Change)  # by the tensor's name
         self.record_of: dict[str, Any] = {"smooth": None, "rotate": None}
         self.smoothed: dict[str, tuple[float, float]] = {}
