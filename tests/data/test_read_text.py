@@ -155,18 +155,6 @@ def test_each_row_is_a_document(tmp_path):
     assert reading.report.fields == {"completion", "id"}
 
 
-def test_conversations_go_through_the_chat_template(tmp_path):
-    messages = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "ho"}]
-    rows = write_rows(tmp_path / "chat.jsonl", {"messages": messages}, {"messages": []})
-    fails([rows], "chat.jsonl, line 1", "chat template, and this tokenizer has none", "rows with text")
-
-    def chat(messages):
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
-
-    (document,) = read_text([rows], chat).documents
-    assert (document.text, document.kind) == ("<user>hi<bot>ho", "chat")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

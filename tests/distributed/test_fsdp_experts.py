@@ -24,9 +24,9 @@ from traffic import Traffic
 
 import octavo
 from octavo.distributed import expert_parallel, fp8_all_gather
+from octavo.distributed.ranks import first_indices
 from octavo.nn import Experts
 from octavo.nn.selection import promote
-from octavo.watching.watched_layers import first_matrix
 
 
 def trained(rank: int) -> None:
@@ -133,7 +133,7 @@ def test_two_ranks_find_what_one_does() -> None:
 
 
 def first_of_two_dimensions(rank: int) -> tuple[int, list[int]]:
-    """`first_matrix` and the numbers of the matrices where expert parallelism and FSDP2 divide the experts."""
+    """By `first_indices`, and the numbers of the matrices where expert parallelism and FSDP2 divide the experts."""
     mesh, model = mesh_of(2, 2), nn.Sequential(Experts(6, 16, 16))
     with torch.no_grad():
         model[0].down_proj.copy_(torch.arange(6.0).reshape(6, 1, 1))
@@ -141,7 +141,7 @@ def first_of_two_dimensions(rank: int) -> tuple[int, list[int]]:
     expert_parallel(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
     weight: Any = model[0].down_proj
-    return first_matrix(weight), weight.to_local()[:, 0, 0].tolist()
+    return first_indices(weight)[0], weight.to_local()[:, 0, 0].tolist()
 
 
 def test_the_first_matrix_under_expert_parallelism_and_fsdp() -> None:

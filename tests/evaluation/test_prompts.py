@@ -91,7 +91,7 @@ def test_special_tokens_stand_around_every_window(tmp_path):
 def test_conversations_go_through_the_chat_template(tmp_path, byte_tokens):
     messages = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "ho"}]
     rows = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}, {"messages": []}])
-    with pytest.raises(DataError, match=r"chat\.jsonl, line 1: a conversation needs the tokenizer's chat template"):
+    with pytest.raises(DataError, match=r"chat\.jsonl, line 1: a .* chat template, and this .* rows with text"):
         read_prompts([rows], byte_tokens, PromptOptions(4, 99))
     byte_tokens.chat_template = TEMPLATE
     assert texts(read_prompts([rows], byte_tokens, PromptOptions(4, 99))) == ["<user>hi<bot>ho"]

@@ -1,4 +1,4 @@
-"""One checkpoint of a run, written and waited for, and a bit of a file that flips."""
+"""One checkpoint of a run, written and waited for, the bytes of its files, and a bit of one that flips."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,11 @@ def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
     with CheckpointWriter(run, keep) as writer:
         writer.save(state)
     return run.checkpoint(state.step)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of the files in a folder by their names."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def flip_bit(path: Path) -> str:

@@ -70,6 +70,11 @@ def everything(state):
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
 
+def snapshot(trainer):
+    """The state of a run, as it is now: `everything`, and the random state."""
+    return {"random": torch.get_rng_state()} | everything(trainer.state)
+
+
 def whole(tensor):
     """A tensor, or the tensor of which a DTensor has parts, copied."""
     tensor = tensor.detach()

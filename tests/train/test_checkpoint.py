@@ -15,36 +15,22 @@ from packed_examples import small_shards
 from patience import HANG
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from saved_checkpoints import flip_bit, save_checkpoint
-from sharded_states import differing, everything, make_state, take_step
+from saved_checkpoints import contents, flip_bit, save_checkpoint
+from sharded_states import differing, everything, make_state, snapshot, take_step
 from tiny_runs import before_steps
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from octavo.checkpoint.dcp_writer import SafetensorsWriter
-from octavo.checkpoint.files import ArtifactError, model_tensors
+from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.packing import pack
-from octavo.scales import scale_state
 from octavo.train import saving as checkpoint
 from octavo.train.finished import open_run
-from octavo.train.optimizer import optimizer_state
 from octavo.train.saving import CheckpointWriter, load_checkpoint
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]
 DESCRIBED = ["step", "skipped_steps", "fingerprint", "scaler"]
-
-
-def all_of(trainer):
-    state = trainer.state
-    tensors = model_tensors(state.model) | optimizer_state(state.model, state.optimizer) | scale_state(state.model)
-    return {"random": torch.get_rng_state()} | {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def assert_unchanged(trainer, before):
-    after = all_of(trainer)
-    assert after.keys() == before.keys()
-    assert [name for name in before if not torch.equal(after[name], before[name])] == []
 
 
 @pytest.fixture
@@ -59,18 +45,18 @@ def saved(begin):
 @pytest.mark.parametrize("most", [20_000, 280_000])
 def test_full_disk_leaves_the_older_checkpoint_whole_and_nothing_partial(saved, most):
     trainer, folder = saved
-    content = {path.name: path.read_bytes() for path in folder.iterdir()}
+    content = contents(folder)
     trainer.step()
-    before = all_of(trainer)
+    before = snapshot(trainer)
     if most == 280_000:
         trainer.state.fingerprint = "0" * 300_000  # train.json is now the largest file, and written last
     said = r"step-00000005.*File too large.*nothing that existed was changed"
     with files_of_at_most(most), pytest.raises(WriteError, match=said):
         save_checkpoint(trainer.run_folder, trainer.state, keep=1)
     assert trainer.run_folder.checkpoints() == [folder]
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == content
+    assert contents(folder) == content
     assert list(trainer.run_folder.path.glob(".*")) == []
-    assert_unchanged(trainer, before)
+    assert differing(snapshot(trainer), before) == []
     save_checkpoint(trainer.run_folder, trainer.state, keep=1)  # there is space again
     assert trainer.run_folder.checkpoints() == [trainer.run_folder.checkpoint(5)]
 
@@ -89,12 +75,12 @@ def test_a_flipped_bit_is_named_by_whoever_reads_it(saved, stem):
 
 
 def refuses(trainer, folder, *essentials):
-    before = all_of(trainer)
+    before = snapshot(trainer)
     with pytest.raises(ArtifactError) as caught:
         load_checkpoint(folder, trainer.state)
     for essential in essentials:
         assert str(essential) in str(caught.value)
-    assert_unchanged(trainer, before)
+    assert differing(snapshot(trainer), before) == []
 
 
 def cut(name, share):
@@ -162,7 +148,7 @@ DAMAGES = [  # what is done to the folder, and what the error must contain
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(saved):
     trainer, folder = saved
     trainer.step()
-    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    whole = contents(folder)
     for damage, essentials in DAMAGES:
         damage(folder)
         refuses(trainer, folder, folder, *essentials)
@@ -218,12 +204,12 @@ def test_loading_restores_everything(saved, begin, tmp_path, former):
         tensors = load_file(path)
         path.unlink()
         save_file(tensors, path)
-    before = all_of(trainer)
+    before = snapshot(trainer)
     other = begin(recipe="delayed", out=str(tmp_path / "other"))
     torch.manual_seed(99)
     other.step()
     load_checkpoint(folder, other.state)
-    assert_unchanged(other, before)
+    assert differing(snapshot(other), before) == []
     assert (other.state.step, other.state.skipped_steps) == (4, 0)
 
 
@@ -367,7 +353,7 @@ def test_files_do_not_depend_on_the_ranks_and_any_number_of_ranks_loads_them(tmp
     run_ranks(4, saved_by_four, str(tmp_path))
     save(run, "plain", 3, 9)
 
-    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in run.checkpoints()]
+    files = [contents(folder) for folder in run.checkpoints()]
     for found in files:
         assert found.keys() == files[-1].keys()
         assert all(found[name] == files[-1][name] for name in ("model.safetensors", "optimizer.safetensors"))

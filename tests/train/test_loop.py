@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from saved_checkpoints import save_checkpoint
+from sharded_states import differing, everything, snapshot
 from tiny_runs import before_steps
 
 from octavo import Cast, Gemm, Recipe
@@ -17,18 +18,8 @@ from octavo.recipe import PRESETS
 from octavo.scales import scale_state
 from octavo.train.config import Config, ConfigError
 from octavo.train.model import check_memory
-from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import EVERY, collect_between_steps, collect_young
 from octavo.train.supervision import TrainingError
-
-
-def copied(tensors):
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def assert_same(found, required):
-    assert found.keys() == required.keys()
-    assert not [name for name in required if not torch.equal(found[name], required[name])]
 
 
 def gradients(trainer):
@@ -63,25 +54,25 @@ def stochastic(monkeypatch):
 @pytest.mark.parametrize("recipe", PRESETS)
 def test_every_recipe_trains(begin, recipe):
     trainer = begin(recipe=recipe, steps=4, log_every=4)
-    before = copied(model_tensors(trainer.model))
+    before = copy.deepcopy(trainer.model.state_dict())
     result = trainer.run()
     assert (result.step, result.interrupted) == (4, None)
     assert math.isfinite(result.evaluation_loss)
-    after = model_tensors(trainer.model)
+    after = trainer.model.state_dict()
     assert all(tensor.isfinite().all() and tensor.dtype == torch.float32 for tensor in after.values())
-    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    assert differing(after, before) == list(before)
 
 
 def test_recipes_start_from_the_same_weights_and_see_the_same_batches(begin, tmp_path):
     seen = {}
     for recipe in ("bf16", "rowwise", "delayed"):
         trainer = begin(recipe=recipe, steps=3, accumulate=2, out=str(tmp_path / recipe))
-        weights, batches, at = copied(model_tensors(trainer.model)), [], trainer.training.at
+        weights, batches, at = copy.deepcopy(trainer.model.state_dict()), [], trainer.training.at
         trainer.training.at = lambda index, at=at, batches=batches: batches.append((index, at(index)[0])) or at(index)
         trainer.run()
         seen[recipe] = weights, batches
     for weights, batches in seen.values():
-        assert_same(weights, seen["bf16"][0])
+        assert differing(weights, seen["bf16"][0]) == []
         assert [index for index, _ in batches] == [0, 1, 2, 3, 4, 5]
         assert all(torch.equal(mine, other) for (_, mine), (_, other) in zip(batches, seen["bf16"][1], strict=True))
 
@@ -130,17 +121,13 @@ def test_histories_move_once_a_step_by_the_largest_of_its_micro_batches(begin):
         assert (int(history["histories.x.steps"]), float(history["histories.x.pending"])) == (step, 0)
 
 
-def state_of(trainer):
-    return copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"random": torch.get_rng_state()})
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "stochastic"])
 def test_evaluation_repeats_itself_and_leaves_no_trace(begin, stochastic, recipe):
     trainer = begin(recipe=recipe)
     trainer.step()
-    state = state_of(trainer)
+    state = snapshot(trainer)
     first = trainer.evaluate()
-    assert_same(state_of(trainer), state)
+    assert differing(snapshot(trainer), state) == []
     torch.rand(3)
     assert trainer.evaluate() == first
     assert all(p.grad is None for p in trainer.model.parameters())
@@ -165,8 +152,8 @@ def test_looking_does_not_change_the_run(begin, stochastic, tmp_path, recipe):
         often = {"log_every": every, "evaluate_every": every, "save_every": every, "sample": 4}
         trainer = begin(recipe=recipe, steps=2, warmup=1, out=str(tmp_path / str(every)), **often)
         trainer.run()
-        ends.append(state_of(trainer))
-    assert_same(*ends)
+        ends.append(snapshot(trainer))
+    assert differing(*ends) == []
 
 
 FP8_ATTENTION = {"attention": {"precision": "fp8", "shortest": 32}}
@@ -179,9 +166,8 @@ def test_recomputing_activations_does_not_change_the_run(begin, stochastic, tmp_
     for mode in ("none", "full", "selective"):
         trainer = begin(**how, accumulate=2, activation_checkpointing={"mode": mode}, out=str(tmp_path / mode))
         losses = torch.stack([trainer.step()[0] for _ in range(2)])
-        ends.append(copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"losses": losses}))
-    assert_same(ends[1], ends[0])
-    assert_same(ends[2], ends[0])
+        ends.append(everything(trainer.state) | {"losses": losses})
+    assert differing(ends[1], ends[0]) == differing(ends[2], ends[0]) == []
 
 
 @pytest.mark.slow
@@ -206,7 +192,7 @@ def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
         compiled = {"blocks": True, "backend": "count"} if blocks else {}
         trainer = begin(compile=compiled, out=str(tmp_path / f"{blocks}"), **settings)
         result = trainer.run()
-        ends.append(copied(model_tensors(trainer.model) | {"evaluation": torch.tensor(result.evaluation_loss)}))
+        ends.append(model_tensors(trainer.model) | {"evaluation": torch.tensor(result.evaluation_loss)})
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
     assert len(graphs) == 6
 
@@ -289,14 +275,6 @@ def test_a_model_beyond_the_memory_is_refused_in_plain_words(absurd):
 # ---- FP16 with dynamic loss scaling: a step that overflows changes no weight
 
 
-def copied_fp16(trainer):
-    return copied(model_tensors(trainer.model) | optimizer_state(trainer.model, trainer.state.optimizer))
-
-
-def changed(trainer, before):
-    return {name for name, tensor in copied_fp16(trainer).items() if not torch.equal(tensor, before[name])}
-
-
 def overflow_at(trainer, *steps):
     weight = trainer.model.model.layers[0].mlp.up_proj.weight
     weight.register_hook(lambda gradient: gradient * math.inf if trainer.state.step in steps else gradient)
@@ -305,20 +283,21 @@ def overflow_at(trainer, *steps):
 def test_overflow_halves_the_scale_and_skips_the_step(begin):
     trainer = begin(precision="fp16")
     overflow_at(trainer, 0, 3)
-    start, scale = copied_fp16(trainer), trainer.state.scaler.get_scale()
+    start, scale = everything(trainer.state), trainer.state.scaler.get_scale()
     trainer.step()
-    assert changed(trainer, start) == set()
+    assert differing(everything(trainer.state), start) == []
     assert (trainer.state.scaler.get_scale(), trainer.state.skipped_steps, trainer.state.step) == (scale / 2, 1, 1)
     for _ in range(2):
         trainer.step()
-    before = copied_fp16(trainer)
-    assert changed(trainer, start) == set(start)
+    before = everything(trainer.state)
+    assert differing(before, start) == list(start)
     trainer.step()
-    assert changed(trainer, before) == set()  # neither the weights nor the moments, nor the optimizer's count of steps
+    # Neither the weights nor the moments, nor the optimizer's count of steps.
+    assert differing(everything(trainer.state), before) == []
     assert (trainer.state.scaler.get_scale(), trainer.state.skipped_steps, trainer.state.step) == (scale / 4, 2, 4)
-    assert float(optimizer_state(trainer.model, trainer.state.optimizer)["model.norm.weight.step"]) == 2
+    assert float(before["model.norm.weight.step"]) == 2
     trainer.step()
-    assert changed(trainer, before) == set(before)
+    assert differing(everything(trainer.state), before) == list(before)
 
 
 def test_norm_and_clipping_are_of_unscaled_gradients(begin, tmp_path):
@@ -360,10 +339,10 @@ def test_resumed_scaler_is_the_same(begin, go_on, tmp_path):
         resumed.lock.close()
         assert resumed.state.scaler.state_dict() == trainer.state.scaler.state_dict()
         assert (resumed.state.step, resumed.state.skipped_steps) == (trainer.state.step, trainer.state.skipped_steps)
-        assert changed(resumed, copied_fp16(trainer)) == set()
+        assert differing(everything(resumed.state), everything(trainer.state)) == []
     for _ in range(2):
         assert torch.equal(resumed.step()[0], trainer.step()[0])
-    assert changed(resumed, copied_fp16(trainer)) == set()
+    assert differing(everything(resumed.state), everything(trainer.state)) == []
 
 
 def test_loss_that_is_no_number_ends_the_run_though_gradients_may_overflow(begin):

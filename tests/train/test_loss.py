@@ -85,13 +85,6 @@ def test_a_model_whose_head_has_a_bias_needs_its_logits_whole(settings):
         make_loss(settings(loss={"logits": "chunked"}), biased)
 
 
-def test_a_run_with_chunks_loses_as_one_without(begin, records, tmp_path):
-    for out, loss in {"whole": {}, "chunked": {"logits": "chunked", "chunk": 24}}.items():
-        begin(out=str(tmp_path / out), loss=loss).run()
-    whole, found = (records(tmp_path / out) for out in ("whole", "chunked"))
-    assert list(found.values()) == pytest.approx(list(whole.values()), rel=1e-3)
-
-
 def sharded_gradients(rank):
     """Those of one process under FSDP2, whose root has the head and frees its weights after the forward pass, and under
     tensor parallelism, where each rank has a part of the vocabulary, and of the sequence or not."""

@@ -13,6 +13,7 @@ from patience import wait_for
 from ranks import run_ranks
 from rich.console import Console
 from safetensors.torch import load_file
+from saved_checkpoints import contents
 from sharded_states import differing, everything, make_state
 from tiny_runs import after_steps, before_steps
 from torch import nn
@@ -43,15 +44,11 @@ def stop_after(trainer, step):
     assert trainer.run().step == step
 
 
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def assert_same_run(found, required, records):
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate", "largest_weight", "sample"):
         assert records(found, key) == records(required, key)
-    assert files(RunFolder(found).newest()) == files(RunFolder(required).newest())
-    assert len(files(RunFolder(found).newest())) == 5
+    assert contents(RunFolder(found).newest()) == contents(RunFolder(required).newest())
+    assert len(contents(RunFolder(found).newest())) == 5
 
 
 @pytest.mark.usefixtures("eager")
@@ -103,11 +100,11 @@ def test_what_a_kill_between_logging_and_saving_leaves(begin, go_on, records, tm
 
 def test_a_finished_run_goes_on_with_more_steps(begin, go_on, records, tmp_path):
     begin(recipe="bf16").run()
-    before = files(tmp_path / "run" / "step-00000008")
+    before = contents(tmp_path / "run" / "step-00000008")
     result = go_on(tmp_path / "run", "--seed", "3").run()
     assert (result.step, result.evaluation_loss, result.interrupted) == (8, None, None)
     assert go_on(tmp_path / "run").config.seed == 0  # that of its steps
-    assert files(tmp_path / "run" / "step-00000008") == before
+    assert contents(tmp_path / "run" / "step-00000008") == before
     result = go_on(tmp_path / "run", "--steps", "10", "--keep=1").run()
     assert result.step == 10
     assert list(records(tmp_path / "run")) == list(range(1, 11))
@@ -154,17 +151,17 @@ def stopped(begin, tmp_path):
     return tmp_path / "run"
 
 
-def contents(folder):
+def all_contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refuses(folder, go_on, error, *essentials, overrides=()):
-    before = contents(folder)
+    before = all_contents(folder)
     with pytest.raises(error) as caught:
         go_on(folder, *overrides)
     for essential in essentials:
         assert str(essential) in str(caught.value)
-    assert contents(folder) == before
+    assert all_contents(folder) == before
 
 
 def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp_path, monkeypatch):
@@ -204,10 +201,10 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
 
 
 def test_a_run_is_not_started_over_another(stopped, begin):
-    before = contents(stopped)
+    before = all_contents(stopped)
     with pytest.raises(FileExistsError, match=f"{stopped} is not empty: resume it with --resume {stopped}, or choose"):
         begin()
-    assert contents(stopped) == before
+    assert all_contents(stopped) == before
 
 
 @pytest.mark.parametrize("leftover", ["config.json", "model/config.json", "notes.txt"])

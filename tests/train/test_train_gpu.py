@@ -10,6 +10,7 @@ import pytest
 from gpu_memory import no_waits
 from hopper import ONLY_HOPPER
 from patience import HANG
+from saved_checkpoints import contents
 
 from octavo.checkpoint.folder import RunFolder
 
@@ -30,10 +31,6 @@ def finished(process):
     return out
 
 
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_six_steps_and_their_second_half_again(spawn, begin, records, tmp_path, precision):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -50,7 +47,7 @@ def test_six_steps_and_their_second_half_again(spawn, begin, records, tmp_path, 
     assert str(RunFolder(parts).checkpoint(3)) in resumed.stdout
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate", "largest_weight"):
         assert records(parts, key) == records(whole, key)
-    assert files(RunFolder(parts).checkpoint(6)) == files(RunFolder(whole).checkpoint(6))
+    assert contents(RunFolder(parts).checkpoint(6)) == contents(RunFolder(whole).checkpoint(6))
 
     losses = records(whole)
     assert list(losses) == [1, 2, 3, 4, 5, 6]

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-from torch.distributed.tensor import DTensor
 
 from octavo.checkpoint.dcp_writer import SafetensorsWriter
 from octavo.checkpoint.files import (
@@ -48,6 +47,8 @@ from octavo.checkpoint.folder import (
     write_error,
     writing,
 )
+from octavo.distributed.ranks import first_indices
+from octavo.nn.parallel_weights import local_part
 from octavo.scales import cast_once, load_scale_state, scale_state
 from octavo.train.host_masters import HostMasters
 from octavo.train.optimizer import optimizer_state
@@ -139,8 +140,8 @@ def disturb_weights(model: nn.Module, share: float, seed: int) -> None:
     """Multiply each weight by 1 + `share` * a normal number, the same ones on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for p in (p for p in model.parameters() if p.requires_grad):
-        part, offsets = _held(p)
-        places = tuple(slice(first, first + count) for first, count in zip(offsets, part.shape, strict=True))
+        part = local_part(p)
+        places = tuple(slice(first, first + count) for first, count in zip(first_indices(p), part.shape, strict=True))
         part.mul_(1 + share * torch.randn(p.shape, generator=generator)[places].to(part.device))
 
 
@@ -166,7 +167,7 @@ def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
 
     @torch.no_grad()
     def fill(name: str) -> None:
-        tensor, offsets = _held(tensors[name])
+        tensor, offsets = local_part(tensors[name]), first_indices(tensors[name])
         if tensor.numel():  # a parameter with fewer rows than there are ranks
             part = reader.get_part(name, offsets, tensor.shape)
             if part.is_floating_point() and not is_finite(part):
@@ -179,14 +180,6 @@ def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(fill, tensors))
-
-
-def _held(tensor: Tensor) -> tuple[Tensor, torch.Size]:
-    """The part of a tensor that this rank holds, and where it begins in the whole."""
-    if not isinstance(tensor, DTensor):
-        return tensor, torch.Size([0] * tensor.ndim)
-    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return tensor.to_local(), chunk.offsets
 
 
 @contextmanager
@@ -259,7 +252,7 @@ class HostCopy(DefaultSavePlanner):
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors`, and wait until they are copied. Names, shapes and dtypes must be those of the first call."""
         for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             if name not in self._copies:
                 copy = self._copies[name] = torch.empty(local.shape, dtype=local.dtype)
                 if local.is_cuda and copy.numel():

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import Actions, Promotion, Rollback, RunFolder, remove_folder
 from octavo.comparison import Call, seen_calls, with_parameters
+from octavo.distributed.ranks import first_indices
 from octavo.models import BUILT_IN_MODELS
 from octavo.nn import FusedMLP
 from octavo.nn.conversion import converted_experts, find_experts
@@ -44,7 +45,6 @@ from octavo.util import plural
 from octavo.watching.collection import Watch
 from octavo.watching.rules import NEW, LossRule, SampleRules, StallRule, judge_rate
 from octavo.watching.storage import OPERANDS, Event
-from octavo.watching.watched_layers import first_matrix
 
 CHECK_EVERY = 10  # steps
 _SHOWN = 5  # warnings of a check that are printed
@@ -391,7 +391,8 @@ def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], obj
 
 def _first_bad_matrix(stack: Any) -> int:
     """The number of the first matrix of a stack [E, N, K] that is not finite."""
-    return first_matrix(stack) + int(local_part(stack).detach().isfinite().flatten(1).all(1).logical_not().nonzero()[0])
+    bad = local_part(stack).detach().isfinite().flatten(1).all(1).logical_not()
+    return first_indices(stack)[0] + int(bad.nonzero()[0])
 
 
 def _expert_of_bad_tokens(index: Tensor, y: Tensor) -> int:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from octavo.distributed.ranks import first_indices
 from octavo.nn.attention_layers import MultiheadAttention, input_weights
 from octavo.nn.conversion import find_experts, stacks_of
 from octavo.nn.experts import Experts
@@ -219,14 +220,6 @@ def _gemms(matrix: Matrix, dtype: str, seen: set[str], fused: str | None) -> Ite
         yield name, GemmRun("fp8", kernel, f"{backend.reason}; in {fused}" if fused else backend.reason)
 
 
-def first_matrix(stack: Any) -> int:
-    """The number of the first matrix of a stack that this rank holds."""
-    if not hasattr(stack, "__create_chunk_list__"):
-        return 0
-    [chunk] = stack.__create_chunk_list__()  # of a DTensor: two dimensions of a mesh may both divide the matrices
-    return int(chunk.offsets[0])
-
-
 # ---- Statistics of the weights of layers in a sampled step: the gradient, the range of the weight, and its change.
 #
 # The gradient is read before the optimizer's step, the change after it, on `UPDATE_ROWS` rows of each weight. Norms and
@@ -337,7 +330,7 @@ class WeightStatistics:
                 _align(table[end : end + 1], gate, up, self._rows)
             end += 1
         for _, stack in self._stacks:
-            w, begin = local_part(stack.weight).detach(), end + first_matrix(stack.weight)
+            w, begin = local_part(stack.weight).detach(), end + first_indices(stack.weight)[0]
             if len(w):
                 gate, up = w.chunk(2, 1)
                 _align(table[begin : begin + len(w)], gate, up, ALIGNED_ROWS)
