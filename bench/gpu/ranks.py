@@ -71,13 +71,6 @@ def say(*words: Any) -> None:
         print(*words, flush=True)
 
 
-def agreed(value: Any) -> Any:
-    """The value of rank 0, on every rank."""
-    values = [value]
-    distributed.broadcast_object_list(values)
-    return values[0]
-
-
 def slowest(times: list[float]) -> list[float]:
     """The largest of each time over the ranks: a step ends when its last rank ends."""
     found = torch.tensor(times, dtype=torch.float64, device=DEVICE)
@@ -139,11 +132,12 @@ class Bench:
 
 
 def room_for_two(peak: int) -> bool:
-    """Whether the memory of every rank holds two models with this peak."""
+    """Whether the memory of rank 0 holds two models with this peak: all ranks decide as it does."""
     if DEVICE == "cpu":
         return True
-    whole = torch.cuda.get_device_properties().total_memory
-    return bool(agreed(2 * peak < ROOM * whole))
+    fits = [2 * peak < ROOM * torch.cuda.get_device_properties().total_memory]
+    distributed.broadcast_object_list(fits)
+    return fits[0]
 
 
 # --- The collectives of FSDP2 ----------------------------------------------------------------------------------
