@@ -97,13 +97,18 @@ def benchmark(**options: Any) -> Callable[[Main], Callable[..., None]]:
 def write(results: Results) -> None:
     """Write each result; of several ranks the first one writes."""
     for name, result in results:
-        if not (distributed.is_initialized() and distributed.get_rank()):
+        if not other_rank():
             print(record.write(name, result), flush=True)
 
 
 def show(*words: Any) -> None:
-    """Print words, and results with four digits of their numbers."""
-    print(*map(rounded, words), flush=True)
+    """Print words, and results with four digits of their numbers; of several ranks the first one prints."""
+    if not other_rank():
+        print(*map(rounded, words), flush=True)
+
+
+def other_rank() -> bool:
+    return distributed.is_initialized() and distributed.get_rank() > 0
 
 
 def rounded(value: Any) -> Any:

@@ -26,7 +26,6 @@ AdamW. The losses of the first steps of all modes must agree. `--sharded` adds F
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,13 +203,14 @@ def time_steps(trainer: Trainer, settings: dict[str, Any], steps: int) -> Row:
     if trainer.state.hosted is not None:
         trainer.state.hosted.config = config
     times: list[tuple[float, float]] = []
-    peak = [harness.peak_of(partial(time_step, trainer, times.append), 0, warmup=0) for _ in range(steps)]
+    peak = harness.peak_of(lambda: times.extend(time_step(trainer) for _ in range(steps)), 0, warmup=0)
     seconds, waited = (statistics.median(each) for each in zip(*times, strict=True))
     rate = config.accumulate * HOSTED.batch * HOSTED.context / seconds
-    return {"seconds": seconds, "update_seconds": waited, "tokens_per_second": rate, "peak_bytes": max(peak)}
+    return {"seconds": seconds, "update_seconds": waited, "tokens_per_second": rate, "peak_bytes": peak}
 
 
-def time_step(trainer: Trainer, note: Callable[[tuple[float, float]], None]) -> None:
+def time_step(trainer: Trainer) -> tuple[float, float]:
+    """The seconds of a step, and of them those after the GPU's work."""
     began = time.perf_counter()
     trainer.step()
     computed = time.perf_counter()
@@ -219,7 +219,7 @@ def time_step(trainer: Trainer, note: Callable[[tuple[float, float]], None]) -> 
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     ended = time.perf_counter()
-    note((ended - began, ended - computed))
+    return ended - began, ended - computed
 
 
 def hosted(sharded: bool) -> Results:

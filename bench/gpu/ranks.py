@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.profiler import ProfilerActivity, profile
 
 from bench import record
-from bench.gpu.harness import DEVICE, allocated, interleaved, once, peak_of, sized, summary
+from bench.gpu.harness import DEVICE, allocated, interleaved, once, peak_of, show, sized, summary
 from bench.gpu.modes import speedup
 from octavo.models.llama import LlamaConfig
 
@@ -55,7 +55,7 @@ def attempt(rows: list[Row], name: str, measure: Callable[[], Row]) -> None:
         if record.QUICK:
             raise
         rows.append({"mode": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
-    say(rows[-1])
+    show(rows[-1])
 
 
 def setting_of(config: LlamaConfig, tokens: int) -> dict[str, int]:
@@ -63,12 +63,6 @@ def setting_of(config: LlamaConfig, tokens: int) -> dict[str, int]:
     names = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary")
     sizes = {name: getattr(config, name) for name in names}
     return {**sizes, "tokens": tokens, "world": distributed.get_world_size()}
-
-
-def say(*words: Any) -> None:
-    """Print on rank 0."""
-    if distributed.get_rank() == 0:
-        print(*words, flush=True)
 
 
 def slowest(times: list[float]) -> list[float]:
