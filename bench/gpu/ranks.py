@@ -3,6 +3,7 @@
 Without a GPU the processes use gloo. A result is written after each mode, so a run may be ended at any time.
 """
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -194,7 +195,6 @@ def bandwidth(group: distributed.ProcessGroup | None = None) -> float:
 
 # --- The kernels of a step by kind, and the communication that no computation hides ---------------------------
 
-Interval = tuple[float, float]
 Kernel = tuple[str, float, float]  # its name, its begin and its end
 
 KINDS = {  # parts of the kernels' names, in lower case; the first kind that matches counts
@@ -239,15 +239,15 @@ def split(kernels: Sequence[Kernel]) -> dict[str, float]:
     Kernels of several streams overlap, so the times of the kinds may add up to more than the step.
     """
     sums = dict.fromkeys((*KINDS, "gemm", "attention", "rest"), 0.0)
-    communication: list[Interval] = []
-    computation: list[Interval] = []
-    for name, begin, end in kernels:
+    computation: list[Kernel] = []
+    for kernel in kernels:
+        name, begin, end = kernel
         kind = kind_of(name.lower())
         sums[kind] += end - begin
-        (communication if kind in KINDS else computation).append((begin, end))
-    busy, computing = union([*communication, *computation]), union(computation)
-    whole = busy[-1][1] - busy[0][0] if busy else 0.0
-    return {**sums, "exposed": length(busy) - length(computing), "idle": whole - length(busy)}
+        computation += [] if kind in KINDS else [kernel]
+    busy, begins, ends = covered(kernels), [each[1] for each in kernels], [each[2] for each in kernels]
+    idle = max(ends) - min(begins) - busy if kernels else 0.0
+    return {**sums, "exposed": busy - covered(computation), "idle": idle}
 
 
 def kind_of(name: str) -> str:
@@ -259,16 +259,10 @@ def kind_of(name: str) -> str:
     return "gemm" if any(part in name for part in GEMM) else "rest"
 
 
-def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same times as intervals in order that do not overlap."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def length(intervals: Sequence[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+def covered(kernels: Sequence[Kernel]) -> float:
+    """The time in which one of the kernels or more runs."""
+    total, last = 0.0, -math.inf
+    for _, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        total += max(end - max(begin, last), 0.0)
+        last = max(last, end)
+    return total

@@ -16,7 +16,7 @@ from bench.gpu.fsdp import MODES
 from bench.gpu.harness import draw_matrices, write
 from bench.gpu.llama import Plain
 from bench.gpu.modes import BASE, OURS, WIDE
-from bench.gpu.ranks import kind_of, split, union, without_first
+from bench.gpu.ranks import covered, kind_of, split, without_first
 from octavo.models.llama import LlamaConfig, rope_tables
 
 TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=2, kv_heads=1, mlp_width=96, context=16, tied=False)
@@ -95,7 +95,7 @@ def test_kernels_are_split_and_exposed_communication_is_what_nothing_hides() -> 
     found = split(kernels)
     assert found == {**expected, "other communication": 0.0, "exposed": 3.0, "idle": 2.0}
     assert split([])["idle"] == 0
-    assert union([(2.0, 3.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 3.0)]
+    assert covered([("", *each) for each in ((2.0, 3.0), (0.0, 1.0), (0.5, 2.0), (5.0, 9.0), (6.0, 7.0))]) == 3 + 4
     assert kind_of("nccldevkernel_allreduce_sum_f32") == "other communication"
 
 
