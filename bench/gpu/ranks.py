@@ -208,12 +208,18 @@ ANNOTATIONS = ("nccl:", "FSDP::", "Optimizer.", "ProfilerStep", "##")  # ranges 
 
 
 def profiled(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
-    """Milliseconds a step by kind of kernel, exposed and idle, on this GPU; {} without one.
+    """Milliseconds a step by kind of kernel, exposed and idle, on this GPU; {} without one."""
+    sums = split(kernels_of(step, steps)) if torch.cuda.is_available() else {}
+    return {kind: microseconds / 1e3 / steps for kind, microseconds in sums.items()}
+
+
+def kernels_of(step: Callable[[], Any], steps: int) -> list[Kernel]:
+    """The kernels of so many steps on this GPU, with their times in microseconds; none without one.
 
     One step more runs before and is not counted: the ranks start their profilers at different times, and wait in it.
     """
     if not torch.cuda.is_available():
-        return {}
+        return []
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(1 + steps):
@@ -224,8 +230,7 @@ def profiled(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
         for event in found.events()
         if event.device_type.name == "CUDA" and not (event.is_user_annotation or event.name.startswith(ANNOTATIONS))
     ]
-    counted = without_first(kernels, 1 + steps)
-    return {kind: microseconds / 1e3 / steps for kind, microseconds in split(counted).items()}
+    return without_first(kernels, 1 + steps)
 
 
 def without_first(kernels: Sequence[Kernel], steps: int) -> list[Kernel]:
