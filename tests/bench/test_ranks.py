@@ -35,8 +35,7 @@ def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
     MODES["broken"] = replace(MODES[EAGER], convert=fail)
     MODES["not in FP8"] = replace(MODES[EAGER], convert=lambda model: None)
-    results = list(fsdp.measure([BASE, EAGER, "broken", "not in FP8", WIDE, OURS], TINY, TOKENS, 3))
-    write(iter(results))
+    write(results := list(fsdp.measure([BASE, EAGER, "broken", "not in FP8", WIDE, OURS], TINY, TOKENS, 3)))
     write(fsdp.over_links([BASE, WIDE], TINY, TOKENS, [1, 2], 2))
     return results[-1][1]["modes"]
 
