@@ -23,7 +23,10 @@ AdamW. The losses of the first steps of all modes must agree. `--sharded` adds F
     python -m bench.gpu.plan --hosted [--sharded]                     two or three on one, with 16 cores and 64 GB
 """
 
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from functools import partial
@@ -32,8 +35,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bench import record
 from bench.gpu import harness
@@ -48,7 +49,7 @@ from octavo.train.config import Config
 from octavo.train.loss import next_token_loss
 from octavo.train.model import make_trained_model
 from octavo.train.optimizer import clip_gradients, make_optimizer
-from octavo.train.processes import Degrees, collect_between_steps, peak_memory, run_in_group, training_console
+from octavo.train.processes import Degrees, collect_between_steps, peak_memory, rank, run_in_group, training_console
 from octavo.train.trainer import Trainer, start_run
 
 WARM, STRETCHES, STEPS = sized((6, 3, 5), (1, 1, 1))  # steps before the clock starts; then stretches of so many steps
@@ -85,24 +86,18 @@ def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config
 
 def measure(config: Config, gpus: int) -> Row:
     """What the processes of a configuration measure, or the error that ended them."""
-    launch = LaunchConfig(1, 1, gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            return elastic_launch(launch, work)(config.change(out=f"{folder}/run"))[0]  # of rank 0
-        except ChildFailedError as error:
-            return {"error": f"exit code {error.get_first_failure()[1].exitcode}"}
+        settings, result = Path(folder) / "settings.json", Path(folder) / "result.json"
+        settings.write_text(json.dumps(config.change(out=f"{folder}/run").to_dict()))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
+        words = [*launch, "bench.gpu.plan", "--worker", str(settings), *sized([], ["--quick"])]
+        code = subprocess.run(words).returncode
+        return json.loads(result.read_text()) if code == 0 else {"error": f"exit code {code}"}
 
 
-def work(config: Config) -> Row:
-    """`train` in the group of the processes that were launched."""
-    found: Row = {}
-    run_in_group(lambda: found.update(train(config)))
-    return found
-
-
-def train(config: Config) -> Row:
-    """Train as `octavo train` does, without saving: the peak memory, and the times of steps and kernels."""
-    trainer = start_run(config, training_console())
+def work(settings: Path) -> None:
+    """Train as `octavo train` does, without saving, and write the peak memory, and the times of steps and kernels."""
+    trainer = start_run(Config.from_dict(json.loads(settings.read_text())), training_console())
     with trainer.lock, collect_between_steps(), cast_once(trainer.model):
         once(trainer.step, WARM)
         if torch.cuda.is_available():
@@ -111,7 +106,9 @@ def train(config: Config) -> Row:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         host = [host_once(trainer.step) / 1e3 for _ in range(STEPS)]
         found: Row = {"peak_bytes": peak, "seconds": seconds, "host_seconds": statistics.median(host)}
-        return found | {"kernels_ms": profiled(trainer.step)}
+        found["kernels_ms"] = profiled(trainer.step)
+    if rank() == 0:
+        settings.with_name("result.json").write_text(json.dumps(found))
 
 
 def largest_of(config: Config) -> dict[str, Any]:
@@ -232,9 +229,12 @@ def hosted(sharded: bool) -> Results:
         yield "gpu_offload", {"tokens": HOSTED.batch * HOSTED.context, "cores": torch.get_num_threads(), "rows": rows}
 
 
-@benchmark(model="8b", only=int, missing=False, largest=False, hosted=False, sharded=False)
+@benchmark(model="8b", only=int, missing=False, largest=False, hosted=False, sharded=False, worker=Path)
 def main(options: Options) -> Results:
-    """--only: the configurations on so many GPUs."""
+    """--only: the configurations on so many GPUs. --worker: train by the settings in this file."""
+    if options.worker:
+        run_in_group(lambda: work(options.worker))
+        return
     if options.hosted:
         yield from hosted(options.sharded)
         return
