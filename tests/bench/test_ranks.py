@@ -11,7 +11,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from bench.gpu import fsdp
+from bench import record
+from bench.gpu import fsdp, ranks
 from bench.gpu.fsdp import MODES
 from bench.gpu.harness import draw_matrices, write
 from bench.gpu.llama import Plain
@@ -27,9 +28,6 @@ EAGER = "bf16, eager"
 
 def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     """The rows of a run with modes that fail, then times over two links."""
-    from bench import record
-    from bench.gpu import ranks
-
     warnings.simplefilter("ignore")  # of torch, that a unit of FSDP2 returns a view
     record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
     MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
@@ -111,8 +109,7 @@ BLOCKS = replace(TINY, heads=4, kv_heads=2)
 def measure_blocks(rank: int, folder: str) -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from bench import record
-    from bench.gpu import ranks, tensor_parallel
+    from bench.gpu import tensor_parallel
 
     record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
     mesh = init_device_mesh("cpu", (2,))
