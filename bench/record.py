@@ -26,10 +26,11 @@ def rows_before(name: str, key: str) -> list[dict[str, Any]]:
     return [{"machine": found["machine"], **row} for row in found.get(key, [])]
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """Write `result` to results/NAME.json, with the facts of this machine unless it has a "machine" of its own."""
-    path = RESULTS / f"{name}.json"
+def write(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
+    """Write `result` to NAME.json, of results by default, with the facts of this machine unless it has a "machine" of
+    its own."""
+    path = (folder or RESULTS) / f"{name}.json"
     text = json.dumps({"machine": facts(), **result}, indent=2) + "\n"
-    if not QUICK:
+    if folder or not QUICK:
         path.write_text(text)
     return path

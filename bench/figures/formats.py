@@ -1,6 +1,7 @@
 """Numbers in few bits: the formats, rounding, scales and who shares them, and a rotation."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -97,9 +98,7 @@ def grey_ramp(axes: Any, noise: Tensor) -> None:
     levels = (ramp + noise).floor().clamp(max=LEVELS)
     for row in range(rows):
         starts = [0, *((levels[row].diff() != 0).nonzero().flatten() + 1).tolist()]
-        for left, right in zip(
-            starts, [*starts[1:], columns], strict=True
-        ):  # a rectangle for a run; rows overlap, without a seam
+        for left, right in pairwise([*starts, columns]):  # a rectangle for a run; rows overlap, without a seam
             shade = str(min(float(levels[row, left]) / LEVELS, 0.996))  # white that is not the paper's
             axes.add_patch(Rectangle((left, row), right - left, 1.2, facecolor=shade, linewidth=0))
     axes.set(xlim=(0, columns), ylim=(0, rows), xticks=[], yticks=[])
@@ -119,13 +118,8 @@ def rounding() -> Figure:
     axes.plot(steps.tolist(), (1 + UPDATE * steps).tolist(), color=GREY, linestyle="--", label="exact")
     axes.plot(steps.tolist(), updated(None).tolist(), color=ORANGE, label="rounded to nearest")
     runs = updated(torch.rand(STEPS, RUNS, generator=generator))
-    axes.plot(
-        steps.tolist(),
-        runs[:, :3].tolist(),
-        color=BLUE,
-        linewidth=0.7,
-        label=["rounded stochastically, 3 runs", None, None],
-    )
+    labels = ["rounded stochastically, 3 runs", None, None]
+    axes.plot(steps.tolist(), runs[:, :3].tolist(), color=BLUE, linewidth=0.7, label=labels)
     axes.plot(steps.tolist(), runs.mean(1).tolist(), color=BLUE, linewidth=2, label=f"mean of {RUNS} runs")
     axes.set_title(f"a BF16 weight of 1, to which {UPDATE} is added {STEPS} times", color=INK)
     axes.set_xlabel("updates")

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.profiler import ProfilerActivity, profile
 
 from bench import record
 from bench.record import QUICK
@@ -97,13 +96,18 @@ def benchmark(**options: Any) -> Callable[[Main], Callable[..., None]]:
 def write(results: Results) -> None:
     """Write each result; of several ranks the first one writes."""
     for name, result in results:
-        if not (distributed.is_initialized() and distributed.get_rank()):
+        if not other_rank():
             print(record.write(name, result), flush=True)
 
 
 def show(*words: Any) -> None:
-    """Print words, and results with four digits of their numbers."""
-    print(*map(rounded, words), flush=True)
+    """Print words, and results with four digits of their numbers; of several ranks the first one prints."""
+    if not other_rank():
+        print(*map(rounded, words), flush=True)
+
+
+def other_rank() -> bool:
+    return distributed.is_initialized() and distributed.get_rank() > 0
 
 
 def rounded(value: Any) -> Any:
@@ -349,18 +353,6 @@ def checked(base: str, runners: Mapping[str, Any]) -> dict[str, list[float]]:
     """The SQNR of each tensor that the step of each other runner returns, against those of `base`."""
     exact = runners[base].step()
     return {name: each_decibels(exact, runner.step()) for name, runner in runners.items() if name != base}
-
-
-def kernels_of(step: Step, steps: int = 3) -> list[tuple[str, int, float]]:
-    """Each kernel of a step on the GPU, the longest first: its name, its calls and its milliseconds."""
-    if DEVICE == "cpu":
-        return []
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [(event.key, event.count // steps, event.self_device_time_total / 1e3 / steps) for event in events]
 
 
 # --- GEMMs over weights that take turns ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The Llama that the GPU benchmarks measure: Llama-3-8B's shape, and stacks of its blocks for a training step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -50,7 +50,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, n, bias=False) for n in (width, kv_width, kv_width, width))
 
     def forward(self, n: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.o(attend((self.q(n), self.k(n), self.v(n)), cos, sin))
+        q, k, v = (y.view(*y.shape[:2], -1, cos.shape[1]) for y in (self.q(n), self.k(n), self.v(n)))
+        heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        return self.o(causal_attention(*heads).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -74,13 +76,6 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
         return x + self.mlp(self.norm2(x))
-
-
-def attend(projections: Iterable[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    """Causal attention [B, T, width] of q [B, T, width], k and v [B, T, kv_width]."""
-    q, k, v = (y.view(*y.shape[:2], -1, cos.shape[1]) for y in projections)
-    heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-    return causal_attention(*heads).transpose(1, 2).flatten(2)
 
 
 class Plain(nn.Module):

@@ -23,18 +23,18 @@ AdamW. The losses of the first steps of all modes must agree. `--sharded` adds F
     python -m bench.gpu.plan --hosted [--sharded]                     two or three on one, with 16 cores and 64 GB
 """
 
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bench import record
 from bench.gpu import harness
@@ -49,7 +49,7 @@ from octavo.train.config import Config
 from octavo.train.loss import next_token_loss
 from octavo.train.model import make_trained_model
 from octavo.train.optimizer import clip_gradients, make_optimizer
-from octavo.train.processes import Degrees, collect_between_steps, peak_memory, run_in_group, training_console
+from octavo.train.processes import Degrees, collect_between_steps, peak_memory, rank, run_in_group, training_console
 from octavo.train.trainer import Trainer, start_run
 
 WARM, STRETCHES, STEPS = sized((6, 3, 5), (1, 1, 1))  # steps before the clock starts; then stretches of so many steps
@@ -86,24 +86,18 @@ def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config
 
 def measure(config: Config, gpus: int) -> Row:
     """What the processes of a configuration measure, or the error that ended them."""
-    launch = LaunchConfig(1, 1, gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            return elastic_launch(launch, work)(config.change(out=f"{folder}/run"))[0]  # of rank 0
-        except ChildFailedError as error:
-            return {"error": f"exit code {error.get_first_failure()[1].exitcode}"}
+        settings, result = Path(folder) / "settings.json", Path(folder) / "result.json"
+        settings.write_text(json.dumps(config.change(out=f"{folder}/run").to_dict()))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
+        words = [*launch, "bench.gpu.plan", "--worker", str(settings), *sized([], ["--quick"])]
+        code = subprocess.run(words).returncode
+        return json.loads(result.read_text()) if code == 0 else {"error": f"exit code {code}"}
 
 
-def work(config: Config) -> Row:
-    """`train` in the group of the processes that were launched."""
-    found: Row = {}
-    run_in_group(lambda: found.update(train(config)))
-    return found
-
-
-def train(config: Config) -> Row:
-    """Train as `octavo train` does, without saving: the peak memory, and the times of steps and kernels."""
-    trainer = start_run(config, training_console())
+def work(settings: Path) -> None:
+    """Train as `octavo train` does, without saving, and write the peak memory, and the times of steps and kernels."""
+    trainer = start_run(Config.from_dict(json.loads(settings.read_text())), training_console())
     with trainer.lock, collect_between_steps(), cast_once(trainer.model):
         once(trainer.step, WARM)
         if torch.cuda.is_available():
@@ -112,7 +106,9 @@ def train(config: Config) -> Row:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         host = [host_once(trainer.step) / 1e3 for _ in range(STEPS)]
         found: Row = {"peak_bytes": peak, "seconds": seconds, "host_seconds": statistics.median(host)}
-        return found | {"kernels_ms": profiled(trainer.step)}
+        found["kernels_ms"] = profiled(trainer.step)
+    if rank() == 0:
+        settings.with_name("result.json").write_text(json.dumps(found))
 
 
 def largest_of(config: Config) -> dict[str, Any]:
@@ -204,13 +200,14 @@ def time_steps(trainer: Trainer, settings: dict[str, Any], steps: int) -> Row:
     if trainer.state.hosted is not None:
         trainer.state.hosted.config = config
     times: list[tuple[float, float]] = []
-    peak = [harness.peak_of(partial(time_step, trainer, times.append), 0, warmup=0) for _ in range(steps)]
+    peak = harness.peak_of(lambda: times.extend(time_step(trainer) for _ in range(steps)), 0, warmup=0)
     seconds, waited = (statistics.median(each) for each in zip(*times, strict=True))
     rate = config.accumulate * HOSTED.batch * HOSTED.context / seconds
-    return {"seconds": seconds, "update_seconds": waited, "tokens_per_second": rate, "peak_bytes": max(peak)}
+    return {"seconds": seconds, "update_seconds": waited, "tokens_per_second": rate, "peak_bytes": peak}
 
 
-def time_step(trainer: Trainer, note: Callable[[tuple[float, float]], None]) -> None:
+def time_step(trainer: Trainer) -> tuple[float, float]:
+    """The seconds of a step, and of them those after the GPU's work."""
     began = time.perf_counter()
     trainer.step()
     computed = time.perf_counter()
@@ -219,7 +216,7 @@ def time_step(trainer: Trainer, note: Callable[[tuple[float, float]], None]) -> 
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     ended = time.perf_counter()
-    note((ended - began, ended - computed))
+    return ended - began, ended - computed
 
 
 def hosted(sharded: bool) -> Results:
@@ -232,9 +229,12 @@ def hosted(sharded: bool) -> Results:
         yield "gpu_offload", {"tokens": HOSTED.batch * HOSTED.context, "cores": torch.get_num_threads(), "rows": rows}
 
 
-@benchmark(model="8b", only=int, missing=False, largest=False, hosted=False, sharded=False)
+@benchmark(model="8b", only=int, missing=False, largest=False, hosted=False, sharded=False, worker=Path)
 def main(options: Options) -> Results:
-    """--only: the configurations on so many GPUs."""
+    """--only: the configurations on so many GPUs. --worker: train by the settings in this file."""
+    if options.worker:
+        run_in_group(lambda: work(options.worker))
+        return
     if options.hosted:
         yield from hosted(options.sharded)
         return

@@ -3,6 +3,7 @@
 Without a GPU the processes use gloo. A result is written after each mode, so a run may be ended at any time.
 """
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.profiler import ProfilerActivity, profile
 
 from bench import record
-from bench.gpu.harness import DEVICE, allocated, interleaved, once, peak_of, sized, summary
+from bench.gpu.harness import DEVICE, allocated, interleaved, once, peak_of, show, sized, summary
 from bench.gpu.modes import speedup
 from octavo.models.llama import LlamaConfig
 
@@ -55,7 +56,7 @@ def attempt(rows: list[Row], name: str, measure: Callable[[], Row]) -> None:
         if record.QUICK:
             raise
         rows.append({"mode": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
-    say(rows[-1])
+    show(rows[-1])
 
 
 def setting_of(config: LlamaConfig, tokens: int) -> dict[str, int]:
@@ -63,19 +64,6 @@ def setting_of(config: LlamaConfig, tokens: int) -> dict[str, int]:
     names = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary")
     sizes = {name: getattr(config, name) for name in names}
     return {**sizes, "tokens": tokens, "world": distributed.get_world_size()}
-
-
-def say(*words: Any) -> None:
-    """Print on rank 0."""
-    if distributed.get_rank() == 0:
-        print(*words, flush=True)
-
-
-def agreed(value: Any) -> Any:
-    """The value of rank 0, on every rank."""
-    values = [value]
-    distributed.broadcast_object_list(values)
-    return values[0]
 
 
 def slowest(times: list[float]) -> list[float]:
@@ -139,11 +127,12 @@ class Bench:
 
 
 def room_for_two(peak: int) -> bool:
-    """Whether the memory of every rank holds two models with this peak."""
+    """Whether the memory of rank 0 holds two models with this peak: all ranks decide as it does."""
     if DEVICE == "cpu":
         return True
-    whole = torch.cuda.get_device_properties().total_memory
-    return bool(agreed(2 * peak < ROOM * whole))
+    fits = [2 * peak < ROOM * torch.cuda.get_device_properties().total_memory]
+    distributed.broadcast_object_list(fits)
+    return fits[0]
 
 
 # --- The collectives of FSDP2 ----------------------------------------------------------------------------------
@@ -206,7 +195,6 @@ def bandwidth(group: distributed.ProcessGroup | None = None) -> float:
 
 # --- The kernels of a step by kind, and the communication that no computation hides ---------------------------
 
-Interval = tuple[float, float]
 Kernel = tuple[str, float, float]  # its name, its begin and its end
 
 KINDS = {  # parts of the kernels' names, in lower case; the first kind that matches counts
@@ -220,12 +208,18 @@ ANNOTATIONS = ("nccl:", "FSDP::", "Optimizer.", "ProfilerStep", "##")  # ranges 
 
 
 def profiled(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
-    """Milliseconds a step by kind of kernel, exposed and idle, on this GPU; {} without one.
+    """Milliseconds a step by kind of kernel, exposed and idle, on this GPU; {} without one."""
+    sums = split(kernels_of(step, steps)) if torch.cuda.is_available() else {}
+    return {kind: microseconds / 1e3 / steps for kind, microseconds in sums.items()}
+
+
+def kernels_of(step: Callable[[], Any], steps: int) -> list[Kernel]:
+    """The kernels of so many steps on this GPU, with their times in microseconds; none without one.
 
     One step more runs before and is not counted: the ranks start their profilers at different times, and wait in it.
     """
     if not torch.cuda.is_available():
-        return {}
+        return []
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(1 + steps):
@@ -236,8 +230,7 @@ def profiled(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
         for event in found.events()
         if event.device_type.name == "CUDA" and not (event.is_user_annotation or event.name.startswith(ANNOTATIONS))
     ]
-    counted = without_first(kernels, 1 + steps)
-    return {kind: microseconds / 1e3 / steps for kind, microseconds in split(counted).items()}
+    return without_first(kernels, 1 + steps)
 
 
 def without_first(kernels: Sequence[Kernel], steps: int) -> list[Kernel]:
@@ -251,15 +244,15 @@ def split(kernels: Sequence[Kernel]) -> dict[str, float]:
     Kernels of several streams overlap, so the times of the kinds may add up to more than the step.
     """
     sums = dict.fromkeys((*KINDS, "gemm", "attention", "rest"), 0.0)
-    communication: list[Interval] = []
-    computation: list[Interval] = []
-    for name, begin, end in kernels:
+    computation: list[Kernel] = []
+    for kernel in kernels:
+        name, begin, end = kernel
         kind = kind_of(name.lower())
         sums[kind] += end - begin
-        (communication if kind in KINDS else computation).append((begin, end))
-    busy, computing = union([*communication, *computation]), union(computation)
-    whole = busy[-1][1] - busy[0][0] if busy else 0.0
-    return {**sums, "exposed": length(busy) - length(computing), "idle": whole - length(busy)}
+        computation += [] if kind in KINDS else [kernel]
+    busy, begins, ends = covered(kernels), [each[1] for each in kernels], [each[2] for each in kernels]
+    idle = max(ends) - min(begins) - busy if kernels else 0.0
+    return {**sums, "exposed": busy - covered(computation), "idle": idle}
 
 
 def kind_of(name: str) -> str:
@@ -271,16 +264,10 @@ def kind_of(name: str) -> str:
     return "gemm" if any(part in name for part in GEMM) else "rest"
 
 
-def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same times as intervals in order that do not overlap."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def length(intervals: Sequence[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+def covered(kernels: Sequence[Kernel]) -> float:
+    """The time in which one of the kernels or more runs."""
+    total, last = 0.0, -math.inf
+    for _, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        total += max(end - max(begin, last), 0.0)
+        last = max(last, end)
+    return total

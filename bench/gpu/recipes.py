@@ -50,10 +50,6 @@ Result = dict[str, Any]
 Pass = dict[str, tuple[Tensor, Tensor]]  # the x [T, K] and the dy [T, N] of each layer
 
 
-def write(out: Path, name: str, result: Result) -> None:
-    (out / f"{name}.json").write_text(json.dumps({"machine": record.facts(), **result}, indent=2) + "\n")
-
-
 # --- The table -------------------------------------------------------------------------------------------------
 
 
@@ -222,8 +218,8 @@ def main(options: Options) -> Results:
         plan = [(name, seed) for name in names for seed in range(sized(5, 1))]
         runs.train_all(study, plan, options.out, processes=1 if options.cpu else sized(5, 1))
     if "errors" in parts:
-        write(options.out, "errors", errors(names, study, runs.tokens_of(study, options.out)))
+        record.write("errors", errors(names, study, runs.tokens_of(study, options.out)), options.out)
     if "speed" in parts:
-        write(options.out, "speed", speeds(names, CONFIG, llama.TOKENS))
+        record.write("speed", speeds(names, CONFIG, llama.TOKENS), options.out)
     if not options.only:
         yield "recipes", merge(options.out)

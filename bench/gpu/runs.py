@@ -267,7 +267,7 @@ def time_steps(modes: Sequence[str], config: Config) -> Result:
         facts |= {"quartiles": [found["low"], found["high"]], "gradient_error": errors.get(mode)}
         rows.append({"mode": mode, "converted": learner.converted, **facts})
         show(rows[-1])
-    return {"machine": record.facts(), "settings": settings(config), "base": modes[0], "steps": rows}
+    return {"settings": settings(config), "base": modes[0], "steps": rows}
 
 
 def gradient_errors(learners: dict[str, Learner], tokens: Tensor) -> dict[str, float]:
@@ -376,8 +376,7 @@ def main(options: Options) -> Results:
     study = study_of(options.study)._replace(stop=options.stop)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.time:
-        result = time_steps(options.time.split(","), study.config)
-        (options.out / "steps.json").write_text(json.dumps(result, indent=2) + "\n")
+        record.write("steps", time_steps(options.time.split(","), study.config), options.out)
     if options.runs:
         plan = [(mode, int(seed)) for mode, _, seed in (run.rpartition(":") for run in options.runs.split(","))]
         train_all(study, plan, options.out, options.processes)

@@ -23,7 +23,7 @@ from bench.gpu import harness, llama
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_ATTENTION, FUSED_EAGER, FUSED_GRAPH, PLAIN
-from bench.gpu.ranks import kind_of
+from bench.gpu.ranks import kernels_of, split
 from bench.gpu.variants import use_torchao
 from octavo.models.llama import LlamaConfig
 
@@ -69,12 +69,15 @@ class Runner(harness.Passes):
             self.after = octavo.scales.update_scales
 
 
-def categories(step: Callable[[], object]) -> dict[str, Any]:
-    """Milliseconds a step of GEMMs, attention and the rest, by the names of the kernels; and the longest kernels."""
-    sums, found = {"gemm": 0.0, "attention": 0.0, "rest": 0.0}, harness.kernels_of(step)
-    for name, _, ms in found:
-        sums[kind_of(name.lower())] += ms
-    return {**sums, "kernels": [list(each) for each in found[:20]]}
+def categories(step: Callable[[], object], steps: int = 3) -> dict[str, Any]:
+    """Milliseconds a step of GEMMs, attention and the rest, by the names of the kernels; and the longest kernels, each
+    with its calls and its milliseconds a step."""
+    kernels, times = kernels_of(step, steps), dict[str, list[float]]()
+    for name, begin, end in kernels:
+        times.setdefault(name, []).append((end - begin) / 1e3 / steps)
+    rows: list[Any] = [[name, len(ms) // steps, sum(ms)] for name, ms in times.items()]
+    sums = {kind: split(kernels)[kind] / 1e3 / steps for kind in ("gemm", "attention", "rest")}
+    return {**sums, "kernels": sorted(rows, key=lambda row: -row[2])[:20]}
 
 
 def floor(ceilings: dict[str, Any], way: dict[str, str], *, cast: bool) -> dict[str, float]:

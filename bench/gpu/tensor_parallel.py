@@ -13,7 +13,7 @@ with BF16, and its ratio is the median over these turns. The time of a step is t
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -106,6 +106,12 @@ MODES = {
 }
 
 
+@cache
+def code_of(mode: Mode, kind: Any) -> Any:
+    """The code of a mode's blocks: the runner that is checked and the one that is timed are compiled once."""
+    return harness.own_code(kind)
+
+
 class Runner(harness.Passes):
     """The model of a mode, and its step on this rank's part of the sequence."""
 
@@ -119,7 +125,8 @@ class Runner(harness.Passes):
         mode.split(model, mesh)
         options = {"_micro_pipeline_tp": True} if mode.overlap else None
         for block in self.layers if compiled else ():
-            block.__class__ = harness.own_code(type(block))
+            kind: Any = type(block)
+            block.__class__ = code_of(mode, kind)
             block.compile(fullgraph=True, dynamic=False, options=options)
         super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE, (mesh.get_local_rank(), mesh.size())))
 

@@ -69,26 +69,20 @@ SHAPES = {
 class Stack(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        kind = diffusion_block() if shape.text else vision_block()
-        self.blocks = nn.ModuleList(kind(shape.width, shape.heads) for _ in range(shape.layers))
+        sizes = shape.width, shape.heads
+        if shape.text:
+            block = library_block("diffusers.models.attention", "BasicTransformerBlock")
+            make = partial(block, *sizes, shape.width // shape.heads, cross_attention_dim=shape.width)
+        else:  # timm's block, with biases as in ViT-H/14; ours without timm
+            block = library_block("timm.models.vision_transformer", "Block")
+            make = partial(Block, *sizes) if block is None else partial(block, *sizes, qkv_bias=True)
+        self.blocks = nn.ModuleList(make() for _ in range(shape.layers))
 
     def forward(self, x: Tensor, *text: Tensor) -> Tensor:
         attended = {"encoder_hidden_states": text[0]} if text else {}
         for block in self.blocks:
             x = block(x, **attended)
         return x
-
-
-def diffusion_block() -> Callable[[int, int], nn.Module]:
-    """diffusers' block."""
-    block = library_block("diffusers.models.attention", "BasicTransformerBlock")
-    return lambda width, heads: block(width, heads, width // heads, cross_attention_dim=width)
-
-
-def vision_block() -> Callable[[int, int], nn.Module]:
-    """timm's block, with biases as in ViT-H/14; ours without timm."""
-    block = library_block("timm.models.vision_transformer", "Block")
-    return Block if block is None else lambda width, heads: block(width, heads, qkv_bias=True)
 
 
 def library_block(module: str, name: str) -> Any:

@@ -67,15 +67,12 @@ def judged(template: str, names: Mapping[str, Any]) -> str:
     lines = []
     for line in template.splitlines():
         if found := BOUND.search(line):
-            line = fill_row(line, names)
+            line, (sign, bound) = fill_row(line, names), found.groups()
             figure = re.search(r"-?[\d.]+", line.split(" | ")[2])
-            line += f" {verdict(float(figure[0]), *found.groups()) if figure else 'not measured'} |"
+            met = figure and SIGNS[sign](float(figure[0]), float(bound))
+            line += f" {'not measured' if met is None else 'met' if met else '**missed**'} |"
         lines.append(line)
     return "\n".join(lines) + "\n"
-
-
-def verdict(value: float, sign: str, bound: str) -> str:
-    return "met" if SIGNS[sign](value, float(bound)) else "**missed**"
 
 
 def template(name: str) -> str:

@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.resources import files
+from itertools import product
 
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, promoted
 from bench.report.filler import MISSING, Result, Row, number
-from octavo.checkpoint.scheme import SCHEMES, Scheme, find_gemm, scheme_on
-from octavo.ops import Backend
+from octavo.checkpoint.scheme import SCHEMES, find_gemm, scheme_on
 from octavo.ops.dispatch import gemm_backends, grouped_backends, in_formats_of
-from octavo.ops.launching import ARCHITECTURES, GpuArchitecture
+from octavo.ops.launching import ARCHITECTURES
 from octavo.recipe import GEMMS, PRESETS, Recipe, blockwise, mxfp8, rowwise
 
 Rows = Iterator[Row]
@@ -133,26 +133,16 @@ def recipes_by_gpu() -> Rows:
     rows = [(f"`{recipe.name}`", recipe, gemm_backends) for recipe in presets if recipe.quantized]
     for recipe in (rowwise(), blockwise(), mxfp8()):
         rows.append((f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends))
-    for name, recipe, find in rows:
-        yield from ({"recipe": name, "gpu": gpu.name, "gemm": recipe_on(gpu, recipe, find)} for gpu in SHOWN)
-
-
-def recipe_on(
-    gpu: GpuArchitecture, recipe: Recipe, find: Callable[[Recipe, GpuArchitecture], dict[str, Backend]]
-) -> str:
-    backends = find(in_formats_of(gpu, recipe), gpu).values()
-    names = list(dict.fromkeys(backend.name for backend in backends))
-    return "none" if "none" in names else ", ".join(names)
+    for (name, recipe, find), gpu in product(rows, SHOWN):
+        names = dict.fromkeys(backend.name for backend in find(in_formats_of(gpu, recipe), gpu).values())
+        yield {"recipe": name, "gpu": gpu.name, "gemm": "none" if "none" in names else ", ".join(names)}
 
 
 def schemes_by_gpu() -> Rows:
-    for scheme in SCHEMES.values():
-        yield from ({"scheme": scheme.name, "gpu": gpu.name, "gemm": scheme_gemm(gpu, scheme)} for gpu in SHOWN)
-
-
-def scheme_gemm(gpu: GpuArchitecture, scheme: Scheme) -> str:
-    cast, backend = find_gemm(scheme_on(scheme, gpu), gpu)
-    return backend.name if cast else f"weight-only, {backend.name}"
+    for scheme, gpu in product(SCHEMES.values(), SHOWN):
+        cast, backend = find_gemm(scheme_on(scheme, gpu), gpu)
+        gemm = backend.name if cast else f"weight-only, {backend.name}"
+        yield {"scheme": scheme.name, "gpu": gpu.name, "gemm": gemm}
 
 
 def sources_of_dispatch() -> str:

@@ -27,16 +27,11 @@ def label(result: Result) -> str:
     return str(result["model"]) + ("" if whole else f", first {result['compared_tokens'] / 1e6:.1f} M tokens")
 
 
-def runs(results: dict[str, Result]) -> Iterator[Row]:
-    for result in models(results):
-        yield from ({**result, **run} for run in result["runs"])
-
-
 def every_run(results: dict[str, Result]) -> Iterator[Row]:
     """The figures of each run, and the loss that its seconds lead to."""
     keys = "label", "mode", "seed", "compared_tokens", "compared_loss", "tokens_per_second", "peak_bytes"
-    for run in runs(results):
-        yield {key: run[key] for key in (*keys, "seconds_to_target", "target")}
+    for row in ({**result, **run} for result in models(results) for run in result["runs"]):
+        yield {key: row[key] for key in (*keys, "seconds_to_target", "target")}
 
 
 def speeds(results: dict[str, Result]) -> Iterator[Row]:

@@ -143,6 +143,7 @@ def test_micro_batches_are_the_sequences_of_a_step(folder: Path, batch: int) -> 
 def test_other_models_learn_in_fp8(model: str) -> None:
     learner = training.Learner("rowwise", CONFIG.change(model=model, mlp_width=256), CPU)
     tokens = torch.randint(CONFIG.vocabulary, (CONFIG.batch, CONFIG.context + 1), dtype=torch.int32)
+    learner.gradients(tokens)  # leaves no balance of experts to the first step
     losses = [float(learner.step(index, tokens)) for index in range(5)]
     assert learner.converted > 0
     assert losses[-1] < losses[0]

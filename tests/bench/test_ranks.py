@@ -11,12 +11,13 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from bench.gpu import fsdp
+from bench import record
+from bench.gpu import fsdp, ranks
 from bench.gpu.fsdp import MODES
 from bench.gpu.harness import draw_matrices, write
 from bench.gpu.llama import Plain
 from bench.gpu.modes import BASE, OURS, WIDE
-from bench.gpu.ranks import kind_of, split, union, without_first
+from bench.gpu.ranks import covered, kind_of, split, without_first
 from octavo.models.llama import LlamaConfig, rope_tables
 
 TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=2, kv_heads=1, mlp_width=96, context=16, tied=False)
@@ -27,16 +28,12 @@ EAGER = "bf16, eager"
 
 def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     """The rows of a run with modes that fail, then times over two links."""
-    from bench import record
-    from bench.gpu import ranks
-
     warnings.simplefilter("ignore")  # of torch, that a unit of FSDP2 returns a view
     record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
     MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
     MODES["broken"] = replace(MODES[EAGER], convert=fail)
     MODES["not in FP8"] = replace(MODES[EAGER], convert=lambda model: None)
-    results = list(fsdp.measure([BASE, EAGER, "broken", "not in FP8", WIDE, OURS], TINY, TOKENS, 3))
-    write(iter(results))
+    write(results := list(fsdp.measure([BASE, EAGER, "broken", "not in FP8", WIDE, OURS], TINY, TOKENS, 3)))
     write(fsdp.over_links([BASE, WIDE], TINY, TOKENS, [1, 2], 2))
     return results[-1][1]["modes"]
 
@@ -95,7 +92,7 @@ def test_kernels_are_split_and_exposed_communication_is_what_nothing_hides() -> 
     found = split(kernels)
     assert found == {**expected, "other communication": 0.0, "exposed": 3.0, "idle": 2.0}
     assert split([])["idle"] == 0
-    assert union([(2.0, 3.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 3.0)]
+    assert covered([("", *each) for each in ((2.0, 3.0), (0.0, 1.0), (0.5, 2.0), (5.0, 9.0), (6.0, 7.0))]) == 3 + 4
     assert kind_of("nccldevkernel_allreduce_sum_f32") == "other communication"
 
 
@@ -112,8 +109,7 @@ BLOCKS = replace(TINY, heads=4, kv_heads=2)
 def measure_blocks(rank: int, folder: str) -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from bench import record
-    from bench.gpu import ranks, tensor_parallel
+    from bench.gpu import tensor_parallel
 
     record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
     mesh = init_device_mesh("cpu", (2,))

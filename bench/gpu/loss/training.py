@@ -115,6 +115,8 @@ class Learner:
     def gradients(self, sequences: Tensor) -> dict[str, Tensor]:
         """The gradient of each weight matrix on `sequences` [batch, context + 1], float32."""
         self.forward(self.model.train(), sequences).backward()  # type: ignore[no-untyped-call]
+        if isinstance(self.model, Mixture):
+            self.model.take_balance()
         update_scales(self.model)
         matrices = {name: p.grad for name, p in self.model.named_parameters() if p.ndim > 1 and p.grad is not None}
         self.optimizer.zero_grad(set_to_none=True)
