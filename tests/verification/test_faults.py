@@ -422,7 +422,7 @@ of_channel("config", CONFIG, {
     "packed words": (quantization(format="pack-quantized"), "format must be one of float-quantized"),
     "format of integers": (
         quantization(format="int-quantized"),
-        "format is 'int-quantized', and config_groups have weights of type float",
+        "format is 'int-quantized', and the weights of config_groups have the type float",
     ),
     "no groups": (quantization(config_groups={}), "must hold groups, it is {}"),
     "a group that is none": (

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from activation_oracle import KINDS, given, gradient64, gradient_magnitude, h64, h_magnitude
+from activation_oracle import given, gradient64, gradient_magnitude, h64, h_magnitude
 from watch_oracle import BY_OPERAND, binades, check, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
 from octavo.observation.operand_statistics import WIDTH, clear, combine_all, sampled_rows
 from octavo.observation.operands import Sampling, numbers_of_rows, observe
 from octavo.ops import quantize, quantize_scaled
+from octavo.ops.activation import WIDTHS
 from octavo.watching.records import operand_records
 from octavo.watching.storage import FULL_SHARE, UNQUANTIZED
 
@@ -140,7 +141,7 @@ def test_rows_of_a_transposed_matrix():
 # ---- The numbers of an operand that a kernel quantizes and does not store are computed again from its source
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDTHS)
 def test_activations_and_their_gradients(kind: str) -> None:
     u, dh, _, _ = given(kind, (17, 130), torch.float32)
     activation = numbers_of_rows(kind, [u]), h64(u.double(), kind), h_magnitude(u, kind)

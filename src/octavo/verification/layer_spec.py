@@ -164,8 +164,8 @@ def _groups(settings: Mapping[str, Any]) -> Groups:
         raise SpecError(f"config_groups must hold groups, it is {groups!r}")
     found = [_group(f"config_groups.{name}", group) for name, group in groups.items()]
     kinds = {"int" if spec.integers else "float" for _, spec in found}
-    if form in ("float-quantized", "int-quantized") and kinds != {form.partition("-")[0]}:
-        raise SpecError(f"format is {form!r}, and config_groups have weights of type {' and '.join(sorted(kinds))}")
+    if form in ("float-quantized", "int-quantized") and form.partition("-")[0] not in kinds:
+        raise SpecError(f"format is {form!r}, and the weights of config_groups have the type {kinds.pop()}")
     return found
 
 
