@@ -38,14 +38,6 @@ def check_mesh(mesh: DeviceMesh, what: str) -> None:
         )
 
 
-def first_indices(tensor: Any) -> list[int]:
-    """Where the part of a DTensor that this rank holds begins, in each dimension; zeros for any other tensor."""
-    if not hasattr(tensor, "__create_chunk_list__"):
-        return [0] * tensor.ndim
-    [chunk] = tensor.__create_chunk_list__()  # two dimensions of a mesh may divide one of the tensor
-    return list(chunk.offsets)
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a mesh of one dimension.

@@ -19,6 +19,14 @@ def local_part(t: Any) -> Tensor:
     return getattr(t, "_local_tensor", t)
 
 
+def first_indices(tensor: Any) -> list[int]:
+    """Where the part of a DTensor that this rank holds begins, in each dimension; zeros for any other tensor."""
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return [0] * tensor.ndim
+    [chunk] = tensor.__create_chunk_list__()  # two dimensions of a mesh may divide one of the tensor
+    return list(chunk.offsets)
+
+
 def device_of(p: Any) -> torch.device:
     """The device that computes with a parameter. FSDP2, or a run with masters on the host, may keep it elsewhere."""
     if hasattr(p, "device_mesh"):

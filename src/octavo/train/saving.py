@@ -47,8 +47,7 @@ from octavo.checkpoint.folder import (
     write_error,
     writing,
 )
-from octavo.distributed.ranks import first_indices
-from octavo.nn.parallel_weights import local_part
+from octavo.nn.parallel_weights import first_indices, local_part
 from octavo.scales import cast_once, load_scale_state, scale_state
 from octavo.train.host_masters import HostMasters
 from octavo.train.optimizer import optimizer_state

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import Actions, Promotion, Rollback, RunFolder, remove_folder
 from octavo.comparison import Call, seen_calls, with_parameters
-from octavo.distributed.ranks import first_indices
 from octavo.models import BUILT_IN_MODELS
 from octavo.nn import FusedMLP
 from octavo.nn.conversion import converted_experts, find_experts
 from octavo.nn.delayed import histories
 from octavo.nn.experts import Experts
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.parallel_weights import local_part
+from octavo.nn.parallel_weights import first_indices, local_part
 from octavo.nn.selection import e5m2_gradients, promote
 from octavo.train.config import Config
 from octavo.train.loss import own_random

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from octavo.distributed.ranks import first_indices
 from octavo.nn.attention_layers import MultiheadAttention, input_weights
 from octavo.nn.conversion import find_experts, stacks_of
 from octavo.nn.experts import Experts
@@ -19,7 +18,7 @@ from octavo.nn.fused_modules import FusedModule
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, plain_name, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
-from octavo.nn.parallel_weights import device_of, local_part
+from octavo.nn.parallel_weights import device_of, first_indices, local_part
 from octavo.observation.operand_statistics import EXPONENTS, by_dtype, clear, combine_all, histograms, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
