@@ -24,8 +24,8 @@ from traffic import Traffic
 
 import octavo
 from octavo.distributed import expert_parallel, fp8_all_gather
-from octavo.distributed.ranks import first_indices
 from octavo.nn import Experts
+from octavo.nn.parallel_weights import first_indices
 from octavo.nn.selection import promote
 
 
