@@ -10,6 +10,13 @@ from codec_oracle import ALL_BF16, FP8, ML_DTYPES, NARROW, all_values, code_of, 
 from octavo.numerics.formats import FORMATS, cast, decode, encode, widen
 
 
+def nearest_code(x: float, values: np.ndarray) -> int:
+    """Exactly: the code of the non-negative finite `values` (ascending) nearest to x, ties to the even code."""
+    after = int(np.searchsorted(values, x))
+    candidates = [c for c in (after - 1, after) if 0 <= c < len(values)]
+    return min(candidates, key=lambda c: (abs(Fraction(x) - Fraction(float(values[c]))), c % 2))
+
+
 @pytest.mark.parametrize("name", [*NARROW, "e8m0", "bf16", "fp16"])
 def test_every_code_decodes_as_in_ml_dtypes(name):
     codes = torch.arange(1 << FORMATS[name].bits)
@@ -71,6 +78,23 @@ def test_ties_go_to_even(name):
     assert code_of(middle.tolist(), name) == even.tolist()
     assert code_of(np.nextafter(middle, 0).tolist(), name) == list(range(len(low)))
     assert code_of(np.nextafter(middle, np.inf).tolist(), name) == list(range(1, len(low) + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FP8)
+def test_random_inputs_encode_to_the_nearest(name, dtype):
+    torch.manual_seed(1)
+    fmt = FORMATS[name]
+    values = all_values(name)[: fmt.max_code + 1]
+    top = np.log2(fmt.max)
+    x = log_uniform(4000, np.log2(fmt.smallest_subnormal) - 3, top, dtype)
+    expected = [nearest_code(abs(v), values) for v in x.double().tolist()]
+    codes = encode(x, fmt)
+    assert (codes & 0x7F).tolist() == expected
+    negative = (x < 0) & ((codes != 0) if fmt.family == "fnuz" else True)
+    assert torch.equal(codes >= 0x80, negative)
+    subnormal = torch.tensor(expected) < (1 << fmt.mantissa_bits)
+    assert subnormal.sum() > 100
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("bf16", -140, 127.9), ("fp16", -27, 15.99)])
