@@ -423,15 +423,16 @@ def find_runs(case: Case, tokens: float, days: float) -> list[TrainingPlan]:
         return [{}] if setting in case.settings else [{setting: value} for value in values]
 
     def fitting(recipe: dict[str, Any]) -> Iterator[TrainingPlan]:
-        """The fastest run of each number of GPUs on which one fits."""
+        """The fastest run of each number of GPUs on which one fits; `fitted` keeps it."""
         for first in firsts:
             runs = [first.changed(sequences=n, **(recipe | mode)) for mode in modes for n in shares]
             if fit := [plan for plan in runs if plan and plan.fits]:
-                yield max(fit, key=lambda plan: plan.tokens_per_second)
+                fitted.append(max(fit, key=lambda plan: plan.tokens_per_second))
+                yield fitted[-1]
 
     recipes = choices("recipe", RECIPES if find_gpu(case.gpu).fp8 else ["bf16"])
     modes, shares = choices(MODE, CHECKPOINTING), [0] if "batch" in case.settings else [1, 2, 4, 8]
-    firsts, fault = list[TrainingPlan](), None
+    firsts, fitted, fault = list[TrainingPlan](), list[TrainingPlan](), None
     for gpus in SIZES:
         try:
             firsts.append(replace(case, gpus=gpus).training())
@@ -440,7 +441,7 @@ def find_runs(case: Case, tokens: float, days: float) -> list[TrainingPlan]:
     in_time = ((plan for plan in fitting(recipe) if plan.days(tokens) <= days) for recipe in recipes)
     if found := [plan for each in in_time for plan in islice(each, ENOUGH)]:
         return sorted(found, key=lambda plan: -plan.tokens_per_second)
-    fastest = min((p for each in recipes for p in fitting(each)), key=lambda plan: plan.days(tokens), default=None)
+    fastest = min(fitted, key=lambda plan: plan.days(tokens), default=None)  # nothing stopped the search above
     if fastest is None:
         advice = "give --optimizer.state 8bit, or a GPU with more memory"
         raise fault or ValueError(f"{case.model} fits on no number of GPUs up to {SIZES[-1]:,}: {advice}")
