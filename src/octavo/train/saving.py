@@ -371,8 +371,7 @@ class CheckpointWriter:
         try:
             with SafetensorsWriter(target, texts, metadata) as writer:
                 # `save` would warn in a single process that there are no others.
-                alone = self._group is None
-                _save_state_dict(tensors, writer, self._group, no_dist=alone, planner=self._copy)
+                _save_state_dict(tensors, writer, self._group, no_dist=self._group is None, planner=self._copy)
         except CheckpointException as error:
             raise _readable(error, target) from error
         if rank() == 0:
