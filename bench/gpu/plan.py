@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,14 +168,14 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # settings, and steps that are
     "accumulated": ({"accumulate": 4}, 1),
 }
 HOST_WARM = 2  # steps: the first compiles, and touches all memory
-POOL = 0.02 * torch.randn(sized(1 << 24, 1 << 12), generator=torch.Generator().manual_seed(0))
+pool = cache(lambda: 0.02 * torch.randn(sized(1 << 24, 1 << 12), generator=torch.Generator().manual_seed(0)))
 
 
 @torch.no_grad()
 def fill(t: Any, *args: Any, **kwargs: Any) -> None:
     """Numbers of a pool in place of drawn ones, which take one core 20 seconds for each billion."""
-    for part in () if t.is_meta else torch.split(local_part(t).view(-1), POOL.numel()):
-        part.copy_(POOL[: part.numel()])
+    for part in () if t.is_meta else torch.split(local_part(t).view(-1), pool().numel()):
+        part.copy_(pool()[: part.numel()])
 
 
 def measure_hosted(mode: str) -> Row:
