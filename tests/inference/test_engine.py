@@ -206,6 +206,42 @@ def test_the_head_reads_contiguous_rows_once_for_all_pieces_of_a_prompt(name, ow
     assert [(shape[:-1].numel(), whole) for shape, whole in seen if shape.numel()] == [(2, True)] * 4
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kv_cache", ["fp32", "fp8"])
+@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
+def test_prompts_in_groups_and_in_pieces_are_those_of_one_pass(name, kv_cache, padded, made, monkeypatch):
+    """The rounding of a CPU's GEMMs depends on the number of rows."""
+    model, scale, found = served(name, made), torch.tensor([0.05]), []
+    prompts = pad_prompts([prompt(9), prompt(4 if padded else 9, 3), prompt(9, 6)], CPU)
+    session = Engine(model, context=16, kv_cache=kv_cache, kv_scales=[(scale, scale)] * 2)._session(3, 16)
+    for tokens in (27, 18, 9, 4):  # three prompts at once, two, one, and a part of one
+        monkeypatch.setattr("octavo.inference.session.PIECE", tokens)
+        with torch.no_grad():
+            logits = [session.prefill(prompts).clone(), session.step(torch.tensor([7, 8, 9])).clone()]
+        assert session.cache.tokens == int(session.cache.length.tensor) == 10
+        stored = [x.float()[:, :, :10] for store in session.cache.stores for x in (store.keys, store.values)]
+        found.append([*logits, *(x[1:2, :, 5:] if padded else x for x in stored)])
+    for each in found[1:]:
+        assert all(
+            sqnr(a, b) > (20 if name == "packed" or kv_cache == "fp8" else 100)
+            for a, b in zip(found[0], each, strict=True)
+        )
+
+
+def test_the_last_layer_of_a_packed_model_goes_on_with_the_last_token_of_a_prompt(made, monkeypatch):
+    from octavo.inference import packed_linear
+
+    model, seen, product = load(made("llama", scheme="channel")), [], packed_linear.packed_product
+    monkeypatch.setattr(
+        packed_linear, "packed_product", lambda x, *rest: (seen.append(len(x.data)), product(x, *rest))[1]
+    )
+    prompts = pad_prompts([prompt(9), prompt(9, 6)], CPU)
+    for piece in (None, 5):
+        list(Engine(model, context=16).run(prompts, 1, greedy, None, watched=False, piece=piece))
+    whole, first, last = ([rows] * 5 + [2] * 3 for rows in (18, 10, 8))  # two layers: q k v, o, gate and up, down
+    assert seen == [*whole, *first, *last]
+
+
 @pytest.mark.parametrize("kv_cache", ["bf16", "fp8", "fp8 warmed up", "int8 warmed up"])
 @pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
 def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, made, monkeypatch):

@@ -20,6 +20,7 @@ sequences of a batch end at the same place: a shorter one has padding on its lef
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -264,6 +265,14 @@ class LayerKVCache:
                 assert scale is not None
                 scale.fill_(SMALLEST_SCALE)
 
+    def part(self, sequences: slice, new: int) -> "LayerKVCache":
+        """The cache of some sequences, whose `new` tokens are counted, and come next. It is of one dtype with this one,
+        and has no warm-up."""
+        part = copy(self)
+        part.keys, part.values = self.keys[sequences], self.values[sequences]
+        part.empty, self.empty = self.count.host == new, False
+        return part
+
     def select(self, sequences: Tensor) -> None:
         """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
         for name in ("keys", "values"):
@@ -343,6 +352,10 @@ class ModelKVCache:
     `stores` is empty, and `length` None, before the first keys; the first layer advances `length`. `first`, int32 [B],
     is the first token of each sequence that is not padding, or None without padding; `last` that of `Length`. The
     first keys read `fp8_attention`.
+
+    Where the prompts of a batch come one group of sequences after the other (`begin`), `sequences` are those of the
+    group. `only_last` says that no logits but those of the last token are asked for: the last layer computes no other
+    output.
     """
 
     def __init__(
@@ -365,6 +378,9 @@ class ModelKVCache:
         self.scales, self.per, self.margin, self.fp8_attention = scales, per, margin, False
         self.stores: list[LayerKVCache] = []
         self.length: Length | None = None
+        self.batch: int | None = None  # sequences of the buffers; None takes those of the first keys
+        self.sequences: slice | None = None
+        self.only_last = False
         self.first: Tensor | None = None
         self.last: Tensor | None = None
 
@@ -413,6 +429,17 @@ class ModelKVCache:
         positions = start + torch.arange(tokens.shape[1], device=tokens.device)[None]
         return positions if self.first is None else (positions - self.first[:, None]).clamp_(min=0)
 
+    def begin(self, sequences: slice | None) -> None:
+        """The next tokens are the first ones of these sequences; with None, the next ones of all sequences."""
+        self.sequences = sequences
+        if sequences is not None and self.length is not None:
+            self.length.clear()
+
+    @property
+    def has_warm_up(self) -> bool:
+        """True if the scales follow from the prompts, of all sequences together."""
+        return self.dtype is not None and DTYPES[self.dtype] in LARGEST and self.scales is None
+
     def freeze(self) -> None:
         """End the warm-up of every layer."""
         if not self.stores:
@@ -422,7 +449,7 @@ class ModelKVCache:
 
     def reset(self, *, scales: bool = False) -> None:
         """Forget all tokens and the count of clipped numbers; with `scales`, those of a warm-up too."""
-        self.first = self.last = None
+        self.first = self.last = self.sequences = None
         if self.length is not None:  # two launches for all layers
             self.length.clear()
             torch._foreach_zero_([store.clipped for store in self.stores])
@@ -448,10 +475,12 @@ class ModelKVCache:
             assert self.length is not None
             self.length.advance(new)
             self.length.last = self.last
-        return self.stores[layer]
+        store = self.stores[layer]
+        return store if self.sequences is None else store.part(self.sequences, new)
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
-        batch, heads, _, dim = k.shape
+        heads, _, dim = k.shape[1:]
+        batch = k.shape[0] if self.batch is None else self.batch
         if v.shape[3] != dim:
             raise UnservedError(f"keys and values must have the same head size, got {dim} and {v.shape[3]}")
         # Buffers of inference mode could not be written outside of it later.

@@ -533,6 +533,8 @@ class ServedAttention(nn.Module):
         passed.layers[self.layer_idx].is_initialized = True
         first = None if attention_mask is None else attention_mask.flatten()
         y = appended.attend(q, first, self.scaling)  # [B, H, T, D]
+        if cache.only_last and self.layer_idx == cache.layers - 1 and isinstance(hidden_states, PrecomputedProjections):
+            y = y[:, :, -1:]
         batch, _, tokens, _ = y.shape
         y = y.reshape(batch, 1, -1) if tokens == 1 else y.transpose(1, 2).flatten(2)
         return child(self, "o_proj")(y), None

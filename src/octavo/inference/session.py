@@ -176,6 +176,7 @@ class Session:
     def __init__(self, forward: Forward, batch: int, device: torch.device, captures: bool) -> None:
         self.forward, self.batch, self.device, self.captures = forward, batch, device, captures
         self.cache, self.pads = forward.cache, device.type == "cuda" and forward.row_by_row
+        self.cache.batch = batch
         self.passes: dict[int, Pass] = {}  # by the number of tokens
         self.pool: Any = None  # of the memory of the graphs
         with torch.inference_mode(False):
@@ -199,22 +200,40 @@ class Session:
 
     def prefill(self, prompts: Prompts, piece: int | None = None) -> Tensor:
         """Logits [B, V] after the prompts, whose keys and values fill the empty cache. A forward pass takes `piece`
-        tokens of a row, or `PIECE` tokens of all rows; the head takes the last token alone."""
+        tokens of a row, or at most `PIECE` tokens; the head takes the last token alone."""
         self.cache.reset(scales=True)
         self.first.copy_(first_tokens(prompts))
-        self.cache.first = self.first if any(prompts.padding) else None
+        self.cache.first = first = self.first if any(prompts.padding) else None
         if piece is None and (length := self._padded(prompts)):
             logits = self._prefill_padded(prompts.ids, length)
+        elif piece is None and not self.cache.has_warm_up:
+            logits = self._prefill_groups(prompts.ids, first)
         else:
-            *before, last = torch.split(prompts.ids, piece or max(1, PIECE // self.batch), dim=1)
-            kept = torch.arange(last.shape[1], device=self.device)
-            for part in before:
-                self.forward(part, kept[:0])
-            logits = self.forward(last, kept[-1:])[:, -1]
+            logits = self._prefill(prompts.ids, piece or max(1, PIECE // self.batch))
         self.cache.freeze()
         if self.device.type == "cuda":
             self.cache.first = self.first  # a graph serves batches with padding and without
         return logits
+
+    def _prefill(self, ids: Tensor, piece: int) -> Tensor:
+        """Logits [B, V] after the tokens [B, T]; a forward pass takes `piece` tokens of a row."""
+        *before, last = torch.split(ids, piece, dim=1)
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        for part in before:
+            self.forward(part, none)
+        return self.forward(last)[:, -1]
+
+    def _prefill_groups(self, ids: Tensor, first: Tensor | None) -> Tensor:
+        """The same for groups of sequences, one after the other. Tokens of a whole prompt attend without a mask."""
+        size, logits = max(1, PIECE // ids.shape[1]), []
+        for start in range(0, self.batch, size):
+            group = slice(start, start + size)
+            self.cache.begin(group if size < self.batch else None)
+            self.cache.first = None if first is None else first[group]
+            logits.append(self._prefill(ids[group], PIECE))
+        self.cache.begin(None)
+        self.cache.first = first
+        return torch.cat(logits)
 
     def _padded(self, prompts: Prompts) -> int:
         """The length that the prompts are padded to; 0 for prompts that are not. Padding on the left needs a mask."""

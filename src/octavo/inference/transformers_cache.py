@@ -35,6 +35,7 @@ from octavo.inference.kv_cache import (
     prompt_attention,
     sliding_window,
 )
+from octavo.inference.packed_linear import ServedAttention
 from octavo.numerics.formats import LARGEST
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops import cached_attention
@@ -305,6 +306,8 @@ class TransformersForward:
         self.passed = QuantizedKVCache(model.config, max_tokens, dtype, scales=scales, warm_up="manual")
         self.cache = self.passed.model_cache
         self.keeps = model._supports_logits_to_keep()  # as indices too, whose rows are contiguous
+        last = self.config.num_hidden_layers - 1
+        self.ends_early = any(isinstance(m, ServedAttention) and m.layer_idx == last for m in model.modules())
         # These kinds of rotary embedding change with the length of the text.
         rotary = str(getattr(self.config, "rope_parameters", None))
         self.row_by_row = "dynamic" not in rotary and "longrope" not in rotary
@@ -312,6 +315,9 @@ class TransformersForward:
     def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.
         first = None if self.cache.first is None else self.cache.first.view(-1, 1, 1, 1)
+        self.cache.only_last = self.ends_early and (kept is None or len(kept) == 0)
+        if kept is None and not self.cache.only_last and tokens.shape[1] > 1:  # the head multiplies a slice by sequence
+            kept = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
         before, self.config._attn_implementation = self.config._attn_implementation, ATTENTION
         try:
             output = self.model(

@@ -398,6 +398,8 @@ class DecoderLayer(nn.Module):
         projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
         attention, _ = attend(hidden_states=projections, **kwargs)
         norm = child(self, "post_attention_layernorm")
+        if attention.shape[1] == 1:  # the last layer of a served prompt goes on with the last token alone
+            hidden_states = hidden_states[:, -1:]
         if isinstance(mlp, FusedMLP):
             return mlp.forward_residual(hidden_states, norm, attention)
         y, total = mlp(hidden_states, norm, attention)  # a wrapper, which must be called
