@@ -214,8 +214,8 @@ def test_prompts_in_groups_and_in_pieces_are_those_of_one_pass(name, kv_cache, p
     model, scale, found = served(name, made), torch.tensor([0.05]), []
     prompts = pad_prompts([prompt(9), prompt(4 if padded else 9, 3), prompt(9, 6)], CPU)
     session = Engine(model, context=16, kv_cache=kv_cache, kv_scales=[(scale, scale)] * 2)._session(3, 16)
-    for tokens in (27, 18, 9, 4):  # three prompts at once, two, one, and a part of one
-        monkeypatch.setattr("octavo.inference.session.PIECE", tokens)
+    for piece in (27, 18, 9, 4):  # three prompts at once, two, one, and a part of one
+        monkeypatch.setattr("octavo.inference.session.PIECE", piece)
         with torch.no_grad():
             logits = [session.prefill(prompts).clone(), session.step(torch.tensor([7, 8, 9])).clone()]
         assert session.cache.tokens == int(session.cache.length.tensor) == 10

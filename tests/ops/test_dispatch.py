@@ -141,7 +141,7 @@ def test_without_a_gpu_it_is_emulated(device):
 
 NARROW, G64 = ("e5m2", "e5m2"), (group(64), group(64))
 FNUZ = ("e4m3fnuz", "e4m3fnuz")
-SMALL = {1: MAX_SMALL_M, 4096: MAX_SMALL_M, 4097: 16, 8192: 16, 8193: 8, 128_256: 8}  # N -> the largest small M
+SMALL = {1: MAX_SMALL_M, 6144: MAX_SMALL_M, 6145: 16, 8192: 16, 8193: 8, 128_256: 8}  # N -> the largest small M
 CHOICES = [  # a GPU, granularities, formats and [M, N]; the implementation, and a part of the reason
     *((gpu, (by, by), GRADIENT, None, LIBRARIES[by, by][gpu], "") for gpu in OURS for by in (TENSOR, ROW)),
     *((gpu, (STRIP, SQUARE), GRADIENT, None, "triton", "") for gpu in OURS),

@@ -88,8 +88,9 @@ LINES = _read_lines()
 
 
 # The largest N -> the largest M for which our kernel is faster than cuBLASLt, measured on an H100 at the sizes of
-# Llama-3-8B (docs/performance.md). With a larger N, cuBLASLt has enough tiles to read b just as fast.
-_MAX_SMALL_M = {4096: 64, 8192: 16}
+# Llama-3-8B (docs/performance.md), and on an H200 with an N of 6,144. With a larger N, cuBLASLt has enough tiles to
+# read b just as fast.
+_MAX_SMALL_M = {6144: 64, 8192: 16}
 _MAX_SMALL_M_OF_ANY_N = 8
 _MAX_SMALL_M_OF_BLOCKS = 16  # for any N, on an H200: 33 us instead of 40 to 45 with N 28,672 and K 4,096
 MAX_SMALL_M = max(_MAX_SMALL_M.values())
