@@ -131,9 +131,17 @@ def read_bytes(q: QTensor, a: Tensor | None) -> Tensor | None:
     return (q.data.to(a.dtype) @ a.t() * q.scale).to(a.dtype)  # [T,K] @ [R,K]^T
 
 
+LARGEST_RANK = 128  # of adapters of one input: the weight-only kernel reads the bytes once more for each 128 rows
+
+
 def bytes_gradient(q: QTensor, du: Tensor | None) -> Tensor | None:
     """dA [R, K] of `read_bytes`: the scales of q multiply du."""
-    return None if du is None else (du * q.scale).to(du.dtype).t() @ q.data.to(du.dtype)  # [T,R]^T @ [T,K]
+    if du is None:
+        return None
+    du_t = (du * q.scale).to(du.dtype).t()
+    if q.format.name == "e4m3" and len(du_t) <= LARGEST_RANK:  # three passes over bytes, and none over a BF16 copy
+        return ops.weight_only_mm(du_t, scale_folded(ops.transpose(q.data)))  # [R,T] @ [K,T]^T
+    return du_t @ q.data.to(du.dtype)  # [T,R]^T @ [T,K]
 
 
 def bytes_output_gradients(g: QTensor, s_w: Tensor, u: Tensor | None, b: Tensor | None) -> Pair:
