@@ -204,14 +204,15 @@ def _described_kernel(
     e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
     if start_m < end_m:
         row, column = e * row_step + pid_n * BLOCK_N, e * column_step
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for at in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-            acc = tl.dot(of_a.load([start_m, at]), of_b.load([row, column + at]).T, acc)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_m, mask_n = offs_m < end_m, offs_n < N
-        acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[:, None]
-        acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[None, :]
+        scale_a = tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)  # before the sums, which take as long as the load
+        scale_b = tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for at in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            acc = tl.dot(of_a.load([start_m, at]), of_b.load([row, column + at]).T, acc)
+        acc = acc * scale_a[:, None] * scale_b[None, :]
         mask = mask_m[:, None] & mask_n[None, :]
         store_sums(acc, offs_m.to(tl.int64)[:, None], offs_n[None, :], y_ptr, None, None, N, mask)
 
@@ -239,8 +240,9 @@ def _reduction_kernel(
     else:
         a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
         b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
+        scale = tl.load(scale_a_ptr + rows, mask_n, other=0.0)  # before the sums, which take as long as the load
         acc = sum_products(a_rows, b_rows, None, start, end, M, True, PROMOTE, 0, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
-        acc *= tl.load(scale_a_ptr + rows, mask_n, other=0.0)[:, None]
+        acc *= scale[:, None]
     store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, K, mask_n[:, None] & mask_k[None, :])
 
 
@@ -274,12 +276,16 @@ def find_rows(offsets_ptr, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexp
     ends = tl.load(offsets_ptr + offs_e, mask, other=0)
     starts = tl.load(offsets_ptr + offs_e - 1, mask & (offs_e > 0), other=0)
     tiles = tl.cdiv(ends - starts, BLOCK_M)
-    e = tl.sum((tl.cumsum(tiles, 0) <= pid_m).to(tl.int32), 0)
-    tile = pid_m - tl.sum(tl.where(offs_e < e, tiles, 0), 0)  # of the group
-    here = offs_e == e
-    end = tl.sum(tl.where(here, ends, 0), 0)
-    start = tl.sum(tl.where(here, starts + tile * BLOCK_M, 0), 0)
-    return e, start, end
+    later = tl.cumsum(tiles, 0)  # the first tile of the next group
+    tile = pid_m - (later - tiles)  # of each group, if it is this one
+    here = (tile >= 0) & (pid_m < later)
+    found = tl.where(here, offs_e, 0), tl.where(here, starts + tile * BLOCK_M, 0), tl.where(here, ends, 0)
+    return tl.reduce(found, 0, _add_each)  # at once, since warps wait for each other in every reduction
+
+
+@triton.jit
+def _add_each(a, b, c, x, y, z):
+    return a + x, b + y, c + z
 
 
 # ---- The grouped weight-only GEMM as a Triton kernel: tiles as above, sums as in `kernels/weight_only.py`.
