@@ -137,7 +137,7 @@ def grouped_rows(*_: int) -> None:
         print(f"{name}: y, then dw", flush=True)
         chosen = grouped_gemm.choose(likely, True, device)
         time_grouped(partial(y.ours, True), chosen, [tiling(*each) for each in FAST], p.flops)
-        chosen = grouped_gemm.choose_dw(shape.width, shape.rows, shape.experts, False, device)
+        chosen = grouped_gemm.choose(shape.width, False, device)
         time_grouped(partial(dw.ours, False), chosen, [tiling(*each) for each in PROMOTED], p.flops)
 
 

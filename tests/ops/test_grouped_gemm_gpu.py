@@ -215,6 +215,15 @@ def test_gradients_of_groups_and_of_empty_ones(sizes, formats, fast):
 
 
 @FAST
+@pytest.mark.parametrize("sizes", ALIGNED, ids=str)
+def test_gradients_by_descriptors_have_the_bits_of_those_by_pointers(sizes, fast):
+    from octavo.ops.kernels import grouped_gemm as kernel
+
+    given = *gradient_operands(sizes, ("e4m3", "e4m3"), 272, 528), torch.bfloat16, fast
+    assert torch.equal(gradient(*given), gradient(*given, kernel.Tiling(128, 128, 1, 3, 8)))
+
+
+@FAST
 def test_sums_are_as_near_as_pytorchs(fast):
     """All products have one sign: there the tensor cores' sums lose the most."""
     sizes, n, k = [4096, 2048], 256, 512

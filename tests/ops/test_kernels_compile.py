@@ -127,7 +127,8 @@ def calls_of_training() -> Iterator[Call]:
     yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
-    yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, None, None, None)
+    for given in ([None] * 4, (ones(8, 4096), slot.view(-1), row, on_cpu(2 * M, 4096, dtype=HALF))):
+        yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, *given)
     yield "permutation", "combine", (rows(4096), slot, ones(M, 2))
     for mean in (True, False):
         yield "rows", "add_rows", (rows(2048), torch.zeros(2048), mean)
@@ -284,3 +285,20 @@ def test_the_copy_engine_loads_the_tiles_of_short_groups(monkeypatch):
         kernel.grouped_mm(operands, torch.zeros(8).int(), HALF, True)
     assert compiled.fit()
     assert all("cp.async.bulk.tensor" in each.asm["ptx"] for each in compiled)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+def test_the_copy_engine_loads_and_stores_the_tiles_of_dw(fast, formats, monkeypatch):
+    kernel, compiled = compiled_for(90, "grouped_gemm", monkeypatch)
+    monkeypatch.setattr(kernel, "has_copy_engine", lambda dw: True)
+    a, b = on_cpu(1536, 1024, dtype=formats[0]), on_cpu(2048, 1024, dtype=formats[1])
+    scale = ones(8, 1536, 1)
+    for dtype in (HALF, torch.float32):
+        kernel.grouped_mm_dw(Operands(a, b, scale, scale, ROW, ROW), torch.zeros(8).int(), dtype, fast)
+    assert compiled.fit()
+    for each in compiled:
+        text = each.asm["ptx"]
+        assert "cp.async.bulk.tensor.2d.shared" in text
+        assert "cp.async.bulk.tensor.3d.global" in text
+        assert ("add.f32" in text) is not fast  # of products to promoted sums

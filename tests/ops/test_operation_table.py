@@ -38,7 +38,7 @@ from octavo.ops import (
     append_kv,
     cached_attention,
     combine,
-    combine_weight_gradient,
+    combine_backward,
     fold_scales,
     fp8_attention,
     gather_quantize,
@@ -205,7 +205,6 @@ RUNS = [  # a call, and whether the kernel runs
     ("fold_scales", lambda: fold_scales(ones(0, 1), ones(0, 1), None), False),
     ("combine", lambda: combine(ones(4, 8), zeros(2, 2, dtype=INT), None), True),
     ("combine", lambda: combine(ones(4, 0), zeros(2, 2, dtype=INT), None), False),
-    ("combine_weight_gradient", lambda: combine_weight_gradient(ones(2, 8), ones(4, 8), zeros(2, 2, dtype=INT)), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored()), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored(torch.int8)), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16).float(), *stored(torch.float32)), False),
@@ -278,6 +277,9 @@ def test_casts_that_fused_kernels_do_not_do_are_refused(cast):
     for name in ("activation_quantize", "activation_backward", "norm_quantize", "requantize_norm", "gather_quantize"):
         with pytest.raises(ValueError, match=f"{name} {ROWS}"):
             made[name]()
+    rows = zeros(3, 1, dtype=INT)
+    with pytest.raises(ValueError, match="combine_backward " + ROWS):
+        combine_backward(x, x, rows, cast, slot=rows[:, 0], column_scale=x, group=rows[:, 0], row_scale=row)
     factors = {"column_scale": ones(1, 6), "row_scale": row, "h_scale": row}
     with pytest.raises(ValueError, match="activation_backward " + ROWS):
         activation_backward(x, x, "gelu", E4M3, h_cast=cast, biased=False, **factors)

@@ -9,7 +9,7 @@ from octavo.numerics import Cast
 from octavo.ops import (
     aligned_groups,
     combine,
-    combine_weight_gradient,
+    combine_backward,
     gather_quantize,
     group_of_rows,
     quantize,
@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS - 2], ids=["all here", "some elsewhere"])
 def test_combine_and_its_gradient(experts, weighted):
-    row = sort_by_expert(chosen(), experts).row
+    slot, row, offsets = sort_by_expert(chosen(), experts)
     y, weight = torch.randn(TOKENS * TOP_K, K), torch.rand(TOKENS, TOP_K)
     dout = torch.randn(TOKENS, K)
     y[row.max() + 1 :] = torch.nan  # rows of other ranks hold any numbers
@@ -102,11 +102,42 @@ def test_combine_and_its_gradient(experts, weighted):
                 exact[t] += part * (float(weight[t, s]) if weighted else 1)
                 slots[t, s] = part @ dout[t].double().numpy()
     np.testing.assert_allclose(combine(y, row, weight if weighted else None).numpy(), exact, atol=2e-6)
-    np.testing.assert_allclose(combine_weight_gradient(dout, y, row).numpy(), slots, atol=2e-5)
+    factors = {"group": group_of_rows(offsets, len(slot)).clamp(max=experts - 1), "slot": slot}
+    factors |= {"column_scale": torch.rand(experts, K), "row_scale": torch.rand(len(slot), 1)}
+    g, dweight = combine_backward(dout, y, row, Cast(), **factors)
+    np.testing.assert_allclose(dweight.numpy(), slots, atol=2e-5)
+    expected = gather_quantize(dout, Cast(), top_k=TOP_K, **factors)
+    assert torch.equal(g.scale, expected.scale)
+    assert torch.equal(g.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
 def test_tokens_whose_experts_are_all_elsewhere():
     """No expert here has a row."""
     y, row = torch.zeros(0, K), torch.full((TOKENS, TOP_K), -1, dtype=torch.int32)
     assert torch.equal(combine(y, row, None), torch.zeros(TOKENS, K))
-    assert torch.equal(combine_weight_gradient(torch.ones(TOKENS, K), y, row), torch.zeros(TOKENS, TOP_K))
+
+
+def gathered_by_kernel(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Run where kernels are interpreted."""
+    from octavo.ops.kernels.permutation import gather_quantize as kernel
+
+    x, slot, column_scale, group, row_scale, y = given
+    data, *others = kernel(x, Cast(scale="pow2"), slot, TOP_K, column_scale, group, row_scale, y)
+    return data.float(), *others
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("k", [K, 2080])
+def test_the_kernel_gathers_and_multiplies_by_y(kernels, k):
+    """Numbers of E4M3 times powers of two, since the interpreter rounds other numbers in its own way."""
+    slot, _, offsets = sort_by_expert(chosen(), EXPERTS)
+    group, rows = group_of_rows(offsets, len(slot)), len(slot)
+    x, y = torch.randn(TOKENS, k).to(torch.float8_e4m3fn).float(), torch.randn(rows, k)
+    x[:, 0] = 448.0
+    column_scale = torch.exp2(torch.arange(EXPERTS)).view(-1, 1).expand(-1, k).contiguous()
+    row_scale = torch.exp2(torch.randint(-9, 9, (rows, 1)).float())
+    data, scale, products = kernels.submit(gathered_by_kernel, x, slot, column_scale, group, row_scale, y).result()
+    token = slot // TOP_K
+    assert torch.equal(data, x[token])
+    assert torch.equal(scale, column_scale[group, :1] * row_scale)
+    torch.testing.assert_close(products, (x[token] * y).sum(1))

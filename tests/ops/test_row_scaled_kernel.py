@@ -62,12 +62,19 @@ def test_each_row_times_the_matrix_of_its_group(kernels, sizes, case):
 
 
 def gradient(sizes, formats, tile, fast):
-    """dw [E, N, K] in float32 of operands with row scales; run in the interpreter."""
+    """dw [E, N, K] in float32 of operands with row scales; run in the interpreter.
+
+    Without a tile, descriptors load and store it in five programs.
+    """
     from octavo.ops.kernels import grouped_gemm as kernel
 
     h, scale, x_t, offsets = gradient_operands(sizes, formats)
     given = Operands(h, x_t, scale, scale, ROW, ROW)
-    return kernel.grouped_mm_dw(given, offsets, torch.float32, fast, kernel.Tiling(*tile)).numpy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "has_copy_engine", lambda dw: True)
+        patch.setattr(kernel, "PROGRAMS", 5)
+        patch.setattr(kernel, "DESCRIBED_DW", kernel.Tiling(64, 32, 1, 2, 4))
+        return kernel.grouped_mm_dw(given, offsets, torch.float32, fast, tile and kernel.Tiling(*tile)).numpy()
 
 
 def gradient_along_rows(sizes, pair, tile):
@@ -78,11 +85,11 @@ def gradient_along_rows(sizes, pair, tile):
     return kernel.grouped_mm_dw(Operands.of(a, b), offsets, torch.float32, False, kernel.Tiling(*tile)).numpy()
 
 
-SIZES_OF_DW = pytest.mark.parametrize("sizes", [[128, 0, 128], [0, 0, 128, 0], [256, 128]], ids=str)
+SIZES_OF_DW = pytest.mark.parametrize("sizes", [[128, 0, 128], [0, 0, 128, 0], [256, 1024, 128]], ids=str)
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, None], ids=str)
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
 @SIZES_OF_DW
 def test_the_gradient_of_each_matrix_reduces_over_its_group(kernels, sizes, formats, tile, fast):

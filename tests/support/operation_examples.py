@@ -131,7 +131,8 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
     group = group_of_rows(offsets, rows).clamp(max=experts - 1)
     factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
     for cast in casts:
-        for given in ((x, slot, top_k, *factors), (x, slot, top_k, *plain), (y, None, 1, *factors)):
+        gathers = (*factors, y), (*factors, None), (*plain, None)
+        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None)):
             yield "gather_quantize", (given[0], cast.spec, *given[1:])
     yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
     _, place = aligned_groups(offsets, rows)
@@ -141,7 +142,6 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
     y[offsets[-1] :] = torch.nan  # rows of other ranks hold any numbers
     for weight in (None, torch.rand(tokens, top_k)):
         yield "combine", (y, row, weight)
-    yield "combine_weight_gradient", (x, y, row)
 
 
 def of_experts() -> Iterator[Example]:

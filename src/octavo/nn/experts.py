@@ -163,7 +163,7 @@ def _by_slot(y: Tensor, row: Tensor) -> Tensor:
 #     x_q = quantize(x);  n_q = x_q[token of the row]
 #     u[M,2F] = n_q @ w_in_q[e]^T;  h_q = quantize(silu(gate) * up);  y[M,K] = h_q @ w_out_q[e]^T
 #     out[t] = sum over s of weight[t,s] * y[row of slot s]    one pass
-#     backward    g_q = quantize(dout[token] * weight * s_out[e] * m_h), one pass
+#     backward    g_q = quantize(dout[token] * weight * s_out[e] * m_h), and dweight = sum(dout[token] * y), one pass
 #                 dh = g_q @ w_out_q[e];  du_q = quantize(activation'(u) * dh);  dn = du_q @ w_in_q[e]
 #                 dx[t] = sum over s of dn[row of slot s]
 #
@@ -209,13 +209,11 @@ class _Experts(torch.autograd.Function):
         x_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
-        dweight = ops.combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
         m_n, m_h = scale_mantissa(s_n), scale_mantissa(s_h)
         factor, folded = weight.float().reshape(-1, 1)[slot], s_out.squeeze(2)
-        g = ops.gather_quantize(
-            dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=groups.expert,
-            row_scale=m_h * factor,
-        )  # fmt: skip
+        g, dweight = ops.combine_backward(
+            dout, y, row, recipe.dy, slot=slot, column_scale=folded, group=groups.expert, row_scale=m_h * factor
+        )
         observe_group(
             call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
             slot=slot, factor=factor, column_scale=folded, row_scale=m_h, shift_scale=s_h,
@@ -241,7 +239,7 @@ class _Experts(torch.autograd.Function):
         n_t = ops.transpose(x_data, place=tokens)
         dw_in = weight_gradient(recipe, du, scales, n_t, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
         dx = ops.combine(dn, row, None).to(ctx.x_dtype)
-        return None, None, dx, dweight, dw_in, dw_out, *([None] * 7)
+        return None, None, dx, dweight.to(ctx.weight_dtype), dw_in, dw_out, *([None] * 7)
 
 
 # ---- A linear layer with a weight for each group of rows, as the experts of a mixture have.

@@ -27,12 +27,15 @@ def gather_quantize_reference(
     column_scale: Tensor | None,
     group: Tensor | None,
     row_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Data and scale of the rows x[slot // top_k] * column_scale[group] * row_scale."""
+    y: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Data and scale of the rows x[slot // top_k] * column_scale[group] * row_scale, and the products [M] of the rows
+    x[slot // top_k] and those of y, each summed; None without y."""
     rows = x.float() if slot is None else x[slot // top_k].float()
+    products = None if y is None else (rows * y.float()).sum(1)
     if column_scale is not None and group is not None:
         rows = rows * column_scale[group]
-    return quantize_reference(rows, cast, None, row_scale, None)
+    return *quantize_reference(rows, cast, None, row_scale, None), products  # type: ignore[return-value]
 
 
 def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
@@ -47,15 +50,6 @@ def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
         part = y[row[:, s]].float()
         total = total + (part if weight is None else part * weight[:, s, None])
     return total.to(y.dtype)
-
-
-def combine_weight_gradient_reference(dout: Tensor, y: Tensor, row: Tensor) -> Tensor:
-    """The gradient of `combine` by its weight, float32 [T, top_k]: the products of dout[t] and y[row[t, s]], summed.
-
-    dout [T, K] is the gradient of its result.
-    """
-    y = F.pad(y, (0, 0, 0, 1))  # the row -1 is zero
-    return torch.stack([(dout.float() * y[row[:, s]].float()).sum(1) for s in range(row.shape[1])], 1)
 
 
 def gather_quantize(
@@ -80,12 +74,34 @@ def gather_quantize(
         row_scale: float32 [M, 1], multiplied into the rows after that.
     """
     check_row_cast("gather_quantize", cast)
-    data, scale = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale)
+    data, scale, _ = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale, None)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
+def combine_backward(
+    dout: Tensor,
+    y: Tensor,
+    row: Tensor,
+    cast: Cast,
+    *,
+    slot: Tensor,
+    column_scale: Tensor,
+    group: Tensor,
+    row_scale: Tensor,
+) -> tuple[QTensor, Tensor]:
+    """The gradients of `combine` in one pass: by y, as `gather_quantize` quantizes it, and by the weight.
+
+    dout [T, K] is the gradient of its result. row_scale has the weight of each row in it. The gradient by the weight is
+    float32 [T, top_k], the sum of dout[t] * y[row[t, s]], and zero for a slot that adds nothing.
+    """
+    check_row_cast("combine_backward", cast)
+    given = slot, row.shape[1], column_scale, group, row_scale
+    data, scale, products = _gather_quantize(dout, cast.spec, *given, y)
+    return QTensor(data, scale, cast.fmt, ROW), torch.where(row < 0, 0, products[row.clamp(min=0)])
+
+
 def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *factors: Tensor | None) -> None:
-    column_scale, group, row_scale = factors
+    column_scale, group, row_scale, y = factors
     check_matrix("gather_quantize", x)
     m = x.shape[0] if slot is None else slot.shape[0]
     check_tensor("slot", slot, (m,), torch.int32)
@@ -95,6 +111,7 @@ def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *facto
         if group is None:
             raise ValueError("column_scale needs group, the number of its line for each row")
     check_tensor("group", group, (m,), torch.int32)
+    check_tensor("y", y, (m, x.shape[1]), *FLOATS)
 
 
 def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
@@ -105,14 +122,10 @@ def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
     check_tensor("weight", weight, tuple(row.shape), torch.float32)
 
 
-def _check_combine_gradient(dout: Tensor, y: Tensor, row: Tensor) -> None:
-    _check_combine(y, row, None)
-    check_tensor("dout", dout, (row.shape[0], y.shape[1]), *FLOATS)
-
-
-def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     m = x.shape[0] if slot is None else slot.shape[0]
-    return x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
+    data, scale = x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
+    return data, scale, x.new_empty(0) if rest[-1] is None else x.new_empty(m, dtype=torch.float32)
 
 
 def _combines(y: Tensor, *rest: Any) -> bool:
@@ -125,11 +138,6 @@ _gather_quantize = operation(
 combine = operation(
     check=_check_combine, like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])), runs=_combines
 )(combine_reference)
-combine_weight_gradient = operation(
-    check=_check_combine_gradient,
-    like=lambda dout, y, row: dout.new_empty(tuple(row.shape), dtype=torch.float32),
-    runs=_combines,
-)(combine_weight_gradient_reference)
 
 
 # ---- Where the tokens of each expert lie, as index tensors on the device. Nothing is read on the host.

@@ -13,7 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
-from octavo.ops.kernels.device_math import add, amax_bits, inverse, scale_from_amax, sum_columns, to_data
+from octavo.ops.kernels.device_math import (
+    add,
+    amax_bits,
+    inverse,
+    magnitude_bits,
+    scale_from_amax,
+    sum_columns,
+    to_data,
+)
 from octavo.ops.launching import allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 
@@ -142,12 +150,13 @@ def _backward_kernel(
     m = tl.program_id(0).to(tl.int64)
     if group_ptr is not None:
         column_scale_ptr += tl.load(group_ptr + m).to(tl.int64) * F * (2 if GATED else 1)
+    factor = tl.load(row_scale_ptr + m)
     inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
     if ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
         d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
-        _store_h(h * inv_h, h_data_ptr, m, offs, F)
-        d0, d1, bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+        d0, d1, bits = _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED)
+        _store_h(h * inv_h, h_data_ptr, m, offs, F)  # behind all loads, none of which waits for it
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     else:
@@ -156,13 +165,13 @@ def _backward_kernel(
             offs = start + tl.arange(0, BLOCK_F)[None, :]
             d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
             _store_h(h * inv_h, h_data_ptr, m, offs, F)
-            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED)
             bits = tl.maximum(bits, block_bits)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
             d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
-            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED)
             _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     tl.store(scale_ptr + m + tl.arange(0, 1), scale)
 
@@ -173,15 +182,14 @@ def _store_h(scaled, h_data_ptr, m, offs, F):
 
 
 @triton.jit
-def _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED: tl.constexpr):
+def _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED: tl.constexpr):
     """The gradients multiplied by their factors, and the bits of their amax."""
-    factor = tl.load(row_scale_ptr + m)
     d0 = d0 * tl.load(column_scale_ptr + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
-    bits = amax_bits(d0, 1)
+    largest = magnitude_bits(d0)
     if GATED:
         d1 = d1 * tl.load(column_scale_ptr + F + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
-        bits = tl.maximum(bits, amax_bits(d1, 1))
-    return d0, d1, bits
+        largest = tl.maximum(largest, magnitude_bits(d1))
+    return d0, d1, tl.max(largest, 1)
 
 
 @triton.jit

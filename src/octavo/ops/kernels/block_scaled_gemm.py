@@ -140,7 +140,7 @@ def _tile_kernel(
     GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid_m, pid_n = find_tile(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    pid_m, pid_n = find_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), NEIGHBOURS)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     start_k = tl.program_id(1) * k_per_split
@@ -157,9 +157,8 @@ def _tile_kernel(
 
 
 @triton.jit
-def find_tile(tiles_m, tiles_n, NEIGHBOURS: tl.constexpr):
-    """(pid_m, pid_n) of this program: programs go through `NEIGHBOURS` tiles of N for each tile of M."""
-    pid = tl.program_id(0)
+def find_tile(pid, tiles_m, tiles_n, NEIGHBOURS: tl.constexpr):
+    """(pid_m, pid_n) of tile `pid`: programs go through `NEIGHBOURS` tiles of N for each tile of M."""
     per_band = NEIGHBOURS * tiles_m
     first_n = pid // per_band * NEIGHBOURS
     width = tl.minimum(tiles_n - first_n, NEIGHBOURS)

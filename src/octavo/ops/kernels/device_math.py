@@ -18,9 +18,15 @@ NAN_BITS = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
+def magnitude_bits(x):
+    """The bits of |x|, as int32."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def amax_bits(x, axis: tl.constexpr):
     """The bits of the largest |x| along `axis`, as int32."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    return tl.max(magnitude_bits(x), axis)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Grouped GEMMs as Triton kernels: with row scales, with scales that vary along K, and weight-only."""
 
 from functools import cache
+from itertools import starmap
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +36,15 @@ from octavo.ops.registration import launcher
 # a float32 sum in registers, on every GPU.
 #
 # Hopper's copy engine (TMA) loads a tile by a descriptor of the whole tensor, without pointers or masks in registers.
-# Fast sums of groups of 512 rows gain 1.2x to 1.3x by it, and those of 4,096 rows 1.03x to 1.08x (bench/log.md).
+# Fast sums of groups of 512 rows gain 1.2x to 1.3x by it, and those of 4,096 rows 1.03x to 1.08x (bench/log.md). In dw
+# it stores too: a program sums many tiles, and loads the next one while a tile is stored.
 
 
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
 LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
-SHORT = 2048  # mean columns of a group up to which small tiles overlap the ends of the reduction in dw
 DESCRIBED = Tiling(256, 128, 1, 4, 8)  # of fast sums that the copy engine loads
+DESCRIBED_DW = Tiling(128, 256, 1, 3, 8)  # of dw whose operands the copy engine loads
+PROGRAMS = 528  # that share its tiles: four for each multiprocessor of a large Hopper
 
 
 def grouped_mm(
@@ -68,8 +71,9 @@ def grouped_mm(
     }  # fmt: skip
     grid = (cdiv(n, block_n) * tiles_m,)
     if described:
-        of_a, of_b, *steps = descriptors(a, b)
-        launcher(_described_kernel, grid)(of_a, of_b, *given, *steps, **tile)
+        steps = _layout(b)
+        blocks = (a, [block_m, step]), (b.flatten(0, 1) if steps[0] else b.transpose(0, 1).flatten(1), [block_n, step])
+        launcher(_described_kernel, grid)(*starmap(TensorDescriptor.from_tensor, blocks), *given, *steps, **tile)
         return y
     launcher(_rows_kernel, grid)(
         a, b, *given, b.stride(0), b.stride(1), GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups,
@@ -81,62 +85,57 @@ def grouped_mm(
 def grouped_mm_dw(
     operands: Operands, offsets: Tensor, out_dtype: torch.dtype, fast: bool, tiling: Tiling | None = None
 ) -> Tensor:
-    """Same as `grouped_mm_dw` of the operation, for offsets in multiples of `DEPTH`. A group may be empty.
-
-    tiling: None chooses one. Its left operand is a.
-    """
+    """Same as `grouped_mm_dw` of the operation, for offsets in multiples of `DEPTH`. A group may be empty. tiling: None
+    chooses one. Its left operand is a."""
     a, b, scale_a, scale_b, by, _ = operands
     (n, m), k, e, group = a.shape, b.shape[0], len(offsets), by.cols or 0
-    if tiling is None and group:
-        tiling = choose_blocks(k, n, m, group, a.device, DEPTH // group)
+    a, b, offsets, dw = a.contiguous(), b.contiguous(), offsets.contiguous(), allocate(a, (e, n, k), out_dtype)
+    described = tiling is None and not group and has_copy_engine(dw)
+    if described:
+        tiling = DESCRIBED_DW
     elif tiling is None:
-        tiling = choose_dw(k, m, e, fast, a.device)
+        tiling = choose_blocks(k, n, m, group, a.device, DEPTH // group) if group else choose(k, fast, a.device)
     block_n, block_k, _, stages, warps, _ = tiling
-    dw = allocate(a, (e, n, k), out_dtype)
+    scales = readable_scale(scale_a, block_k), readable_scale(scale_b, block_k) if group else None
+    options = {
+        "PROMOTE": None if fast else DEPTH, "BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_M": DEPTH,
+        "NEIGHBOURS": NEIGHBOURS, "NUM_STAGES": stages, "num_warps": warps,
+    }  # fmt: skip
+    if described:
+        blocks = (a, [block_n, DEPTH]), (b, [block_k // 2, DEPTH]), (dw, [1, block_n, block_k // 2])
+        given = *starmap(TensorDescriptor.from_tensor, blocks), scales[0], offsets, PROGRAMS, e, n, k, m
+        launcher(_described_reduction_kernel, (PROGRAMS,))(*given, BLOCK_E=power_of_two_above(e), **options)
+        return dw
     launcher(_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
-        a.contiguous(), b.contiguous(), readable_scale(scale_a, block_k),
-        readable_scale(scale_b, block_k) if group else None, offsets.contiguous(), dw, n, k, m,
-        GROUP=group, PROMOTE=0 if fast else DEPTH, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=DEPTH,
-        NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
-    )  # fmt: skip
+        a, b, *scales, offsets, dw, n, k, m, GROUP=group, **options
+    )
     return dw
 
 
 def take_descriptors(a: Tensor, b: Tensor) -> bool:
     """True if a Hopper's copy engine loads the tiles of a [M, K] and b [E, N, K] for fast sums."""
     m, k = a.shape
-    fits = likely_rows(m, len(b)) > SMALL_M and k % DEPTH == 0 and _layout(b) is not None
-    return fits and a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)
+    fits = likely_rows(m, len(b)) > SMALL_M and k % DEPTH == 0 and any(_layout(b))
+    return fits and has_copy_engine(a)
 
 
-def _layout(b: Tensor) -> tuple[int, int] | None:
-    """The rows and columns from a matrix of b [E, N, K] to the next: those of [E * N, K], or of [N, E * K]."""
+def has_copy_engine(t: Tensor) -> bool:
+    """True if t has elements, which its descriptor needs, and is on a Hopper."""
+    return t.numel() > 0 and t.is_cuda and torch.cuda.get_device_capability(t.device) == (9, 0)
+
+
+def _layout(b: Tensor) -> tuple[int, int]:
+    """The rows and columns from a matrix of b [E, N, K] to the next, in [E * N, K] or [N, E * K]; zeros in others."""
     e, n, k = b.shape
     if b.stride() == (n * k, k, 1):
         return n, 0
-    return (0, k) if b.stride() == (k, e * k, 1) else None
-
-
-def descriptors(a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, int, int]:
-    """The descriptors of a [M, K] and b [E, N, K], and the rows and columns from a matrix of b to the next."""
-    layout = _layout(b)
-    assert layout is not None
-    matrix = b.flatten(0, 1) if layout[0] else b.transpose(0, 1).flatten(1)
-    of_a = TensorDescriptor.from_tensor(a, [DESCRIBED.block_m, DEPTH])
-    return of_a, TensorDescriptor.from_tensor(matrix, [DESCRIBED.block_n, DEPTH]), *layout
+    return 0, k if b.stride() == (k, e * k, 1) else 0
 
 
 @cache
 def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
     """The tiling for so many rows of the right operand on `device`."""
     return tiling_for(rows, fast, shared_memory(device))
-
-
-def choose_dw(rows: int, columns: int, groups: int, fast: bool, device: torch.device) -> Tiling:
-    """The tiling of dw for so many rows of the right operand, and columns in so many groups, on `device`."""
-    if columns <= SHORT * groups and not fast:
-        return Tiling(64, 128, 1, 3, 4)
-    return choose(rows, fast, device)
 
 
 def tiling_for(rows: int, fast: bool, memory: int) -> Tiling:
@@ -161,7 +160,7 @@ def _rows_kernel(
     BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    pid_m, pid_n = find_tile(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
     e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
     if start_m < end_m:
         offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -200,18 +199,19 @@ def _described_kernel(
     NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """`_rows_kernel` with fast sums. Rows of tiles behind a group or a matrix are those of the next: not stored."""
-    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    pid_m, pid_n = find_tile(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
     e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
     if start_m < end_m:
         row, column = e * row_step + pid_n * BLOCK_N, e * column_step
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for at in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-            acc = tl.dot(of_a.load([start_m, at]), of_b.load([row, column + at]).T, acc)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_m, mask_n = offs_m < end_m, offs_n < N
-        acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[:, None]
-        acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[None, :]
+        scale_a = tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)  # before the sums, which take as long as the load
+        scale_b = tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for at in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            acc = tl.dot(of_a.load([start_m, at]), of_b.load([row, column + at]).T, acc)
+        acc = acc * scale_a[:, None] * scale_b[None, :]
         mask = mask_m[:, None] & mask_n[None, :]
         store_sums(acc, offs_m.to(tl.int64)[:, None], offs_n[None, :], y_ptr, None, None, N, mask)
 
@@ -222,7 +222,7 @@ def _reduction_kernel(
     GROUP: tl.constexpr, PROMOTE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
+    pid_n, pid_k = find_tile(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
     e = tl.program_id(1)
     # Known multiples, so that a load takes 16 bytes.
     start = tl.multiple_of(tl.load(offsets_ptr + e - 1, e > 0, other=0), BLOCK_M)
@@ -239,9 +239,52 @@ def _reduction_kernel(
     else:
         a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
         b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
+        scale = tl.load(scale_a_ptr + rows, mask_n, other=0.0)  # before the sums, which take as long as the load
         acc = sum_products(a_rows, b_rows, None, start, end, M, True, PROMOTE, 0, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
-        acc *= tl.load(scale_a_ptr + rows, mask_n, other=0.0)[:, None]
+        acc *= scale[:, None]
     store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, K, mask_n[:, None] & mask_k[None, :])
+
+
+@triton.jit
+def _described_reduction_kernel(
+    of_a, of_b, of_dw, scale_ptr, offsets_ptr, programs, E, N, K, M,
+    PROMOTE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """`_reduction_kernel` with row scales. One loop has the steps of all tiles of a program. Registers hold the sums of
+    a tile, and the products of one half of its columns."""
+    tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
+    tiles, tile = tiles_n * tiles_k, tl.program_id(0) - programs
+    offs_e = tl.arange(0, BLOCK_E)
+    ends = tl.load(offsets_ptr + offs_e, offs_e < E, other=0)
+    starts = tl.load(offsets_ptr + offs_e - 1, (offs_e > 0) & (offs_e < E), other=0)
+    first = offs_e * tiles - tl.program_id(0)
+    mine = tl.cdiv(first + tiles, programs) - tl.cdiv(first, programs)  # tiles of each group
+    steps = tl.sum(tl.where(offs_e < E, mine * tl.maximum((ends - starts) // BLOCK_M, 1), 0), 0)
+    HALF: tl.constexpr = BLOCK_K // 2
+    zeros = tl.zeros((BLOCK_N, HALF), tl.float32)
+    left, right, e, n, k, at, end = zeros, zeros, 0, 0, 0, 0, 0
+    for _ in tl.range(0, steps, num_stages=NUM_STAGES):
+        at += BLOCK_M
+        if at >= end:
+            tile += programs
+            e = tile // tiles
+            pid_n, pid_k = find_tile(tile % tiles, tiles_n, tiles_k, NEIGHBOURS)
+            n, k = pid_n * BLOCK_N, pid_k * BLOCK_K
+            end = tl.load(offsets_ptr + e)
+            at = tl.load(offsets_ptr + e - 1, e > 0, other=0)
+            at = tl.where(at < end, at, M)  # a group without columns loads zeros, which stand behind the last one
+        last, scale = at + BLOCK_M >= end, tl.zeros((BLOCK_N,), tl.float32)
+        if last:  # before the products, which take as long as the load
+            rows = n + tl.arange(0, BLOCK_N)
+            scale = tl.load(scale_ptr + tl.cast(e, tl.int64) * N + rows, rows < N, other=0.0)
+        a = of_a.load([n, at])
+        left = tl.dot(a, of_b.load([k, at]).T, left, max_num_imprecise_acc=PROMOTE)
+        right = tl.dot(a, of_b.load([k + HALF, at]).T, right, max_num_imprecise_acc=PROMOTE)
+        if last:
+            of_dw.store([e, n, k], (left * scale[:, None]).to(of_dw.dtype).reshape(1, BLOCK_N, HALF))
+            of_dw.store([e, n, k + HALF], (right * scale[:, None]).to(of_dw.dtype).reshape(1, BLOCK_N, HALF))
+            left, right = zeros, zeros
 
 
 def dequantized_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -274,12 +317,16 @@ def find_rows(offsets_ptr, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexp
     ends = tl.load(offsets_ptr + offs_e, mask, other=0)
     starts = tl.load(offsets_ptr + offs_e - 1, mask & (offs_e > 0), other=0)
     tiles = tl.cdiv(ends - starts, BLOCK_M)
-    e = tl.sum((tl.cumsum(tiles, 0) <= pid_m).to(tl.int32), 0)
-    tile = pid_m - tl.sum(tl.where(offs_e < e, tiles, 0), 0)  # of the group
-    here = offs_e == e
-    end = tl.sum(tl.where(here, ends, 0), 0)
-    start = tl.sum(tl.where(here, starts + tile * BLOCK_M, 0), 0)
-    return e, start, end
+    later = tl.cumsum(tiles, 0)  # the first tile of the next group
+    tile = pid_m - (later - tiles)  # of each group, if it is this one
+    here = (tile >= 0) & (pid_m < later)
+    found = tl.where(here, offs_e, 0), tl.where(here, starts + tile * BLOCK_M, 0), tl.where(here, ends, 0)
+    return tl.reduce(found, 0, _add_each)  # at once, since warps wait for each other in every reduction
+
+
+@triton.jit
+def _add_each(a, b, c, x, y, z):
+    return a + x, b + y, c + z
 
 
 # ---- The grouped weight-only GEMM as a Triton kernel: tiles as above, sums as in `kernels/weight_only.py`.

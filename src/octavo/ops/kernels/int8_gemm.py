@@ -123,7 +123,7 @@ def _tile_kernel(
     K: tl.constexpr, K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, ROWS_OF_B: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid_n, pid_m = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M), GROUP_M)
+    pid_n, pid_m = find_tile(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M), GROUP_M)
     offs_m, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < N
     offs_m, offs_n = tl.minimum(offs_m, M - 1), tl.minimum(offs_n, N - 1)  # the others are computed, and not stored
