@@ -37,14 +37,17 @@ from octavo.ops.registration import launcher
 #
 # Hopper's copy engine (TMA) loads a tile by a descriptor of the whole tensor, without pointers or masks in registers.
 # Fast sums of groups of 512 rows gain 1.2x to 1.3x by it, and those of 4,096 rows 1.03x to 1.08x (bench/log.md). In dw
-# it stores too: a program sums many tiles, and loads the next one while a tile is stored.
+# it stores too: a program sums many tiles, and loads the next one while a tile is stored. Groups of 512 gain 1.2x.
 
 
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
 LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
 DESCRIBED = Tiling(256, 128, 1, 4, 8)  # of fast sums that the copy engine loads
-DESCRIBED_DW = Tiling(128, 256, 1, 3, 8)  # of dw whose operands the copy engine loads
-PROGRAMS = 528  # that share its tiles: four for each multiprocessor of a large Hopper
+DESCRIBED_DW = Tiling(128, 128, 1, 3, 8)  # of dw whose operands the copy engine loads
+SHORT = 2048  # mean columns of a group up to which it does so
+PROGRAMS = (
+    792  # that share its tiles, six for each multiprocessor of a large Hopper: a collective may hold some of these
+)
 
 
 def grouped_mm(
@@ -90,7 +93,7 @@ def grouped_mm_dw(
     a, b, scale_a, scale_b, by, _ = operands
     (n, m), k, e, group = a.shape, b.shape[0], len(offsets), by.cols or 0
     a, b, offsets, dw = a.contiguous(), b.contiguous(), offsets.contiguous(), allocate(a, (e, n, k), out_dtype)
-    described = tiling is None and not group and has_copy_engine(dw)
+    described = tiling is None and not group and m <= SHORT * e and has_copy_engine(dw)
     if described:
         tiling = DESCRIBED_DW
     elif tiling is None:
