@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import inspect
 import io
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -22,16 +21,12 @@ LESSONS = Path(__file__).parents[2] / "docs" / "learn"
 def run(*pages: str) -> dict[str, Any]:
     """The names that the Python blocks of the pages define, with the source of argparse as `book.txt`."""
     names: dict[str, Any] = {"__name__": "lessons"}
-    before = os.getcwd()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        os.chdir(folder)
-        try:
-            Path("book.txt").write_text(inspect.getsource(argparse))
-            for page in pages:
-                for block in BLOCK.findall((LESSONS / page).read_text()):
-                    exec(block, names)
-        finally:
-            os.chdir(before)
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), quiet:
+        Path("book.txt").write_text(inspect.getsource(argparse))
+        for page in pages:
+            for block in BLOCK.findall((LESSONS / page).read_text()):
+                exec(block, names)
     return names
 
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_map
 
 from bench import record
 from bench.record import QUICK
@@ -112,11 +113,7 @@ def other_rank() -> bool:
 
 def rounded(value: Any) -> Any:
     """`value` with four digits of every float in it."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return tree_map(lambda each: float(f"{each:.4g}") if isinstance(each, float) else each, value)
 
 
 def in_new_process(call: Callable[[], Made], **environment: str) -> Made:

@@ -41,6 +41,7 @@ from bench.gpu.loss.training import Learner
 from bench.gpu.runs import Study, batch_at, begin, training_batches
 from bench.gpu.stack import Mode, Runner
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
+from octavo.comparison import Call, seen_calls
 from octavo.models.llama import LlamaConfig
 from octavo.models.tokenizer import Corpus
 
@@ -114,22 +115,16 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 def operands(learner: Learner, layers: dict[str, nn.Linear], sequences: Tensor) -> Pass:
     """x and dy of each layer in a forward and backward pass on a training batch."""
-    inputs: dict[str, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
+    found: dict[tuple[str, str], Tensor] = {}
 
-    def hook(name: str) -> Any:
-        def keep(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-            inputs[name] = args[0].detach().flatten(0, -2)
-            y.register_hook(lambda dy: gradients.__setitem__(name, dy.flatten(0, -2)))  # type: ignore[no-untyped-call]
+    def see(call: Call, tensor: str, value: Tensor) -> None:
+        if tensor in ("x", "dy"):
+            found[call.name, tensor] = value.detach().flatten(0, -2)
 
-        return keep
-
-    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
-    torch.autograd.backward(learner.forward(learner.model.train(), sequences))
+    with seen_calls(dict(layers), see):
+        torch.autograd.backward(learner.forward(learner.model.train(), sequences))
     learner.model.zero_grad()
-    for handle in handles:
-        handle.remove()
-    return {name: (inputs[name], gradients[name]) for name in layers}
+    return {name: (found[name, "x"], found[name, "dy"]) for name in layers}
 
 
 def sqnrs(linear: nn.Linear, passes: Sequence[tuple[Tensor, Tensor]], name: str) -> dict[str, tuple[float, float]]:

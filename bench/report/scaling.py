@@ -1,6 +1,7 @@
 """The tables of docs/scaling.md: measured steps on several GPUs, and the projection of octavo/plan/step_time.py."""
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -85,12 +86,9 @@ def fit(seconds: float, training: Training, links: Links, world: int) -> Trainin
 
 
 def solve(function: Callable[[float], float], target: float) -> float:
-    """The largest argument from 0 to `target` at which the rising `function` is at most `target`."""
-    low, high = 0.0, target
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) <= target else (low, middle)
-    return low
+    """The largest argument from 0 to `target`, in 2^40 steps, at which the rising `function` is at most `target`."""
+    step = target / (1 << 40)
+    return step * bisect_right(range(1, 1 << 40), target, key=lambda place: function(place * step))
 
 
 def trainings(results: dict[str, Result]) -> dict[str, Training]:

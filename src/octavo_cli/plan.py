@@ -150,7 +150,8 @@ def _save(csv: Path | None, as_json: bool, found: list[dict[str, Any]]) -> None:
     if as_json:
         print(json.dumps(found))
     if csv is not None:
-        rows = [{name: v for name, v in flatten(each).items() if not isinstance(v, list | dict)} for each in found]
+        flat = [flatten(each, ("fitting",)) for each in found]
+        rows = [{name: v for name, v in each.items() if not isinstance(v, list | dict)} for each in flat]
         text = io.StringIO()
         table = DictWriter(text, ["octavo plan", *dict.fromkeys(name for row in rows for name in row)], restval="")
         table.writeheader()

@@ -32,6 +32,7 @@ from octavo.nn.fused_loss import linear_cross_entropy
 from octavo.scales import load_scale_state, scale_state, update_scales
 from octavo.train.config import Config
 from octavo.train.optimizer import learning_rate, make_optimizer, optimizer_state, set_learning_rate
+from octavo.train.saving import disturb_weights
 
 SHARE = 0.6  # of the steps, after which branches leave the trunk, where a folder was not begun with another
 DISTURBANCE = 2e-3  # of each weight of a twin, relative, one standard deviation
@@ -86,13 +87,6 @@ class Learner:
         for module in self.model.modules():
             if isinstance(module, GradientScales):
                 module.amax.zero_()
-
-    @torch.no_grad()
-    def disturb(self, seed: int) -> None:
-        """Multiply each weight by 1 + DISTURBANCE * a normal number."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        for p in self.model.parameters():
-            p.mul_(1 + DISTURBANCE * torch.randn(p.shape, generator=generator, device=self.device))
 
     def step(self, index: int, sequences: Tensor, rate: float = 1.0) -> Tensor:
         """One optimizer step on `sequences` [rows, context + 1], at `rate` times the learning rate; the mean loss.
@@ -210,7 +204,7 @@ def train_branches(folder: Path, study: Study, device: torch.device, modes: list
         for order, path in missing.items():
             learner.restart(trunk)
             if mode == "twin":
-                learner.disturb(order)
+                disturb_weights(learner.model, DISTURBANCE, order)
             rows = reading_order(len(training), first, rows_of_step(config), order)
             evaluations, losses, began, done = [], list[Tensor](), time.monotonic(), first
             for step in study.evaluation_steps():

@@ -13,6 +13,7 @@ either.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -179,18 +180,14 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
 @cache
 def student_quantile(freedom: int, outside: float = 0.05) -> float:
     """The t of a two-sided interval: Student's distribution has the share `outside` outside of (-t, t)."""
-    low, high = 0.0, 20.0
-    while _student_within(high, freedom) < 1 - outside:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_within(middle, freedom) < 1 - outside else (low, middle)
-    return (low + high) / 2
+    steps = 1 << 52  # of the angle
+    step = math.pi / 2 / steps
+    place = bisect_left(range(steps), 1 - outside, key=lambda place: _student_within(step * place, freedom))
+    return math.sqrt(freedom) * math.tan(step * place)
 
 
-def _student_within(t: float, freedom: int) -> float:
-    """The probability of (-t, t), in closed form (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(freedom))
+def _student_within(angle: float, freedom: int) -> float:
+    """The probability of (-t, t) by the angle atan(t / sqrt(freedom)) (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     cosine = math.cos(angle)
     odd = freedom % 2
     term, total = (cosine, cosine) if odd else (1.0, 1.0)

@@ -181,11 +181,8 @@ def driver_version() -> str:
 
 def _output(*words: str) -> str:
     """The standard output of a program; "" if it is not installed or fails."""
-    program = shutil.which(words[0])
-    if program is None:
-        return ""
     try:
-        done = subprocess.run([program, *words[1:]], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -286,7 +286,7 @@ class CharacterTokenizer(Tokenizer):
 
     def __init__(self, characters: Iterable[str]) -> None:
         self.characters = "".join(sorted(set(characters)))
-        self._codes = _codes(self.characters)
+        self._ids = {character: i for i, character in enumerate(self.characters)}
 
     @classmethod
     def train(cls, texts: Iterable[str]) -> Self:
@@ -299,30 +299,19 @@ class CharacterTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """The ids of each text, [characters] in uint32. Raises a ValueError that names the characters without an id."""
-        return [self._ids(text) for text in texts]
+        if unknown := sorted(set().union(*texts) - self._ids.keys()):
+            raise ValueError(
+                f"the tokenizer has no token for {some_of([*map(repr, unknown)], 8)}: its tokens are the "
+                f"{self.vocabulary_size} characters of the text that the model was trained on; leave other characters "
+                "out"
+            )
+        return [np.fromiter(map(self._ids.__getitem__, text), np.uint32, len(text)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in ids)
 
     def save(self, folder: str | Path) -> None:
         save_tokenizer_json(folder, json.dumps(character_json(self.characters), ensure_ascii=False, indent=1))
-
-    def _ids(self, text: str) -> npt.NDArray[np.uint32]:
-        codes = _codes(text)
-        ids = np.searchsorted(self._codes, codes)
-        known = self._codes[np.minimum(ids, len(self._codes) - 1)] == codes
-        if not known.all():
-            unknown = [repr(chr(code)) for code in np.unique(codes[~known])]
-            raise ValueError(
-                f"the tokenizer has no token for {some_of(unknown, 8)}: its tokens are the {self.vocabulary_size} "
-                "characters of the text that the model was trained on; leave other characters out"
-            )
-        return ids.astype(np.uint32)
-
-
-def _codes(text: str) -> npt.NDArray[np.uint32]:
-    # Text of a command line can hold surrogates, which are no characters: report them as unknown, not as a codec error.
-    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
 
 
 # ---- Text to batches of token ids, where one integer is the position in the data.
@@ -365,13 +354,9 @@ def lay_out(texts: Iterable[str], tokenizer: Tokenizer) -> tuple[Tokens, npt.NDA
     documents = [text if text.endswith("\n") else text + "\n" for text in texts if text]
     documents.sort(key=lambda text: hashlib.sha256(text.encode("utf-8")).digest())
     ids = tokenizer.encode_batch(documents)
-    ends = np.cumsum([len(document) for document in ids], dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
     dtype: type[Any] = np.uint16 if tokenizer.vocabulary_size <= 1 << 16 else np.uint32
-    tokens = np.empty(total, dtype)
-    for end, document in zip(ends, ids, strict=True):
-        tokens[end - len(document) : end] = document
-    return tokens, ends
+    tokens = np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="same_kind")
+    return tokens, np.cumsum([len(document) for document in ids], dtype=np.int64)
 
 
 def _split(ends: npt.NDArray[np.int64], total: int, sequence: int, fraction: float) -> int:

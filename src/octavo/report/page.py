@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # verification imports models and transformers, which the page of a run does without
@@ -95,17 +96,10 @@ class Page:
             scripts = [library, f'"use strict";\n(() => {{\n{parts}}})();\n']
             body = [_NO_SCRIPT, *body, f'<script type="application/json" id="data">{text}</script>']
             body += [f"<script>{script}</script>" for script in scripts]
-        allowed = " ".join(map(_hash, scripts)) or "'none'"
-        policy = f"style-src {_hash(style)}; script-src {allowed}; base-uri 'none'; form-action 'none'"
-        head = [
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; {policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{escape(self.title)}</title>\n<style>{style}</style>",
-        ]
-        lines = ['<!doctype html>\n<html lang="en">\n<head>', *head, "</head>\n<body>", *body, "</body>\n</html>\n"]
-        return "\n".join(lines)
+        return Template(read_asset("page/frame.html")).substitute(
+            title=escape(self.title), style=style, style_hash=_hash(style), body="\n".join(body),
+            script_hashes=" ".join(map(_hash, scripts)) or "'none'",
+        )  # fmt: skip
 
 
 def table(

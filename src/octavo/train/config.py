@@ -123,14 +123,13 @@ def settings_of(cls: Any, table: str = "") -> dict[str, Setting]:
     return found
 
 
-def flatten(values: Mapping[str, Any], settings: Collection[str] = ()) -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], settings: Collection[str] = (), table: str = "") -> dict[str, Any]:
     """`values` with the entries of each table as TABLE.KEY. A mapping under the name of a setting stays as it is."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and key not in settings:
-            flat |= {f"{key}.{inner}": entry for inner, entry in value.items()}
-        else:
-            flat[key] = value
+        name = f"{table}{key}"
+        is_table = isinstance(value, Mapping) and name not in settings
+        flat |= flatten(value, settings, f"{name}.") if is_table else {name: value}
     return flat
 
 

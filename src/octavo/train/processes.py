@@ -79,7 +79,7 @@ def _backend() -> str:
 
 def _join(main: Callable[[], None]) -> None:
     if torch.cuda.is_available():
-        torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
     store, number, ranks = attempt_store()
     try:
         dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
@@ -105,7 +105,7 @@ def own_device(name: str) -> torch.device:
         return device
     if device.index is not None:
         raise ConfigError(f"device must be cuda, without a number, if there are several processes; got {name}")
-    return choose_device(f"cuda:{_local_rank()}")
+    return choose_device(f"cuda:{dist.get_node_local_rank(rank())}")
 
 
 def check_same(config: Config) -> None:
@@ -143,10 +143,6 @@ def mean_of_ranks(value: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """The tensor that a DTensor divides among ranks; any other tensor as it is. Every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", rank()))
 
 
 # ---- The ranks of a run, and how they agree. A run without a process group has the one rank 0.

@@ -48,21 +48,13 @@ ONE_SEED = "one seed: cannot tell. Two seeds of one recipe differ too. --decide 
 
 def different_settings(of_runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The settings in which runs differ, but for their folders: name to the value of each run; {} if one has none."""
-    settings = [flatten(each, ("recipe",)) for each in of_runs]
-    if all(isinstance(each.get("recipe"), Mapping) for each in settings):
-        settings = [each | _leaves("recipe", each.pop("recipe")) for each in settings]
-    elif any("recipe" in each for each in settings):  # a preset is its name alone
+    in_fields = all(isinstance(each.get("recipe"), Mapping) for each in of_runs)
+    settings = [flatten(each, () if in_fields else ("recipe",)) for each in of_runs]
+    if not in_fields and any("recipe" in each for each in settings):  # a preset is its name alone
         settings = [each | {"recipe": recipe_name(each)} for each in settings]
     names = dict.fromkeys(name for each in settings for name in each) if all(of_runs) else {}
     values = {name: [each.get(name) for each in settings] for name in names if name not in ("out", "derived")}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
-
-
-def _leaves(name: str, value: Any) -> dict[str, Any]:
-    """`value` by its name, or if it is a mapping, all that it holds by names such as recipe.y.x.format."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {path: leaf for key, entry in value.items() for path, leaf in _leaves(f"{name}.{key}", entry).items()}
 
 
 def recipe_name(settings: Mapping[str, Any]) -> str:
