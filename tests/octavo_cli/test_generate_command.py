@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from calibration_examples import write_model
-from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -26,8 +24,8 @@ PROMPTS = ["It was", "the clerk", "a", "7 times 3 is 21"]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "llama", "llama", max_position_embeddings=40)
+def llama(made):
+    return made("llama")
 
 
 @pytest.fixture
@@ -133,9 +131,9 @@ def test_the_cache_has_the_dtype_that_is_asked_for(octavo, llama, monkeypatch, n
     assert {store.dtype for store in made} == {name}
 
 
-def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, tmp_path):
+def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, made):
     """Gemma 2 has a softcap. The prompts have different lengths."""
-    folder = make_model(tmp_path / "gemma2", "gemma2")
+    folder = made("gemma2")
     words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     for text in generated(octavo, folder, *words, *GREEDY)["texts"]:
         assert text["text"] == bytes(greedy(folder, text["prompt"])).decode(errors="replace")
