@@ -19,6 +19,7 @@ from octavo.train.supervision import recipe_layers
 
 transformers = pytest.importorskip("transformers")
 
+
 @pytest.fixture(params=["llama", "qwen2"])
 def source(request, made, tmp_path):
     """A folder with a tiny model in BF16, as models are published, and a tokenizer. Qwen2 has biases, and is tied."""
