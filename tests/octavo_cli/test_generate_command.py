@@ -223,8 +223,8 @@ def evaluated(printed, *words):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_a_run_is_evaluated_as_its_training_did(printed, trained, logged, name):
-    losses = logged(trained / name)
+def test_a_run_is_evaluated_as_its_training_did(printed, trained, records, name):
+    losses = records(trained / name, "evaluation_loss")
     for words, step in (((), 4), (("--step", 2), 2)):
         found = evaluated(printed, trained / name, *words)
         assert found["loss"] == losses[step]
@@ -232,19 +232,19 @@ def test_a_run_is_evaluated_as_its_training_did(printed, trained, logged, name):
         assert found["tokens"] == 3 * 2 * 16
 
 
-def test_the_loss_is_printed_with_what_was_read(printed, trained, logged, monkeypatch):
+def test_the_loss_is_printed_with_what_was_read(printed, trained, records, monkeypatch):
     done = []
     monkeypatch.setattr("octavo_cli.generate.progress", lambda doing: nullcontext(lambda *each: done.append(each)))
     out = printed("evaluate", trained / "fp8", "--device", "cpu")
     assert done == [(batch, 3, "evaluating") for batch in (1, 2, 3)]
     assert "read 1 file" in out
     assert "fp8, step 4, delayed" in out
-    assert f"{logged(trained / 'fp8')[4]:.4f} nats a token, on 96 tokens" in out
+    assert f"{records(trained / 'fp8', 'evaluation_loss')[4]:.4f} nats a token, on 96 tokens" in out
 
 
-def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(printed, trained, logged):
+def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(printed, trained, records):
     loss = evaluated(printed, trained / "packed", "--held-out", trained / "fp8")["loss"]
-    before = logged(trained / "fp8")[4]
+    before = records(trained / "fp8", "evaluation_loss")[4]
     assert loss != before
     assert loss == pytest.approx(before, rel=0.01)
 

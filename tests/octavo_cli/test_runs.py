@@ -154,9 +154,9 @@ def test_an_interrupt_says_how_to_continue(octavo, text, monkeypatch):
 # --- compare
 
 
-def test_runs_are_compared_step_by_step(printed, trained, logged):
+def test_runs_are_compared_step_by_step(printed, trained, records):
     out = printed("compare", trained / "bf16", trained / "fp8")
-    bf16, fp8 = logged(trained / "bf16"), logged(trained / "fp8")
+    bf16, fp8 = records(trained / "bf16", "evaluation_loss"), records(trained / "fp8", "evaluation_loss")
     lines = [line.split() for line in out.splitlines()]
     assert lines[1] == ["step", "bf16", "fp8", "gap"]
     for step, line in zip((2, 4), lines[2:4], strict=True):

@@ -218,7 +218,7 @@ def fail_in_step_3(*words):
 
 
 @pytest.mark.slow
-def test_two_processes_train_log_and_save(tmp_path, text, go_on):
+def test_two_processes_train_log_and_save(tmp_path, text, go_on, records):
     (tmp_path / "run.json").write_text(SETTINGS)
     ended = torchrun(tmp_path, "-m", "octavo", "train", "run.json", "--data", str(text))
     assert ended.returncode == 0, ended.stderr
@@ -228,11 +228,9 @@ def test_two_processes_train_log_and_save(tmp_path, text, go_on):
     assert sum(line.startswith("step 4/4") for line in lines) == 1
     assert "a GPU)" in next(line for line in lines if line.startswith("step 4/4"))
     assert lines[-1] == "done: 4 steps in run"
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    logged = [record for record in records if "loss" in record]
-    assert [record["step"] for record in logged] == [2, 4]
-    for record in logged:
-        assert record["tokens_per_second_per_gpu"] == pytest.approx(record["tokens_per_second"] / 2)
+    speeds, shares = (records(tmp_path / "run", f"tokens_per_second{of}") for of in ("", "_per_gpu"))
+    assert list(records(tmp_path / "run")) == list(speeds) == [2, 4]
+    assert shares == pytest.approx({step: speed / 2 for step, speed in speeds.items()})
     # one process goes on where two ended
     trainer = go_on(tmp_path / "run", "--steps", "5", "--data", str(text))
     assert trainer.run().step == 5

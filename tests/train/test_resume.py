@@ -331,7 +331,7 @@ def test_a_branch_without_a_change_goes_on_as_its_trunk_did_and_resumes(branch, 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_branch_starts_with_the_weights_moments_and_step_of_the_trunk_in_another_recipe(
-    branch, trunk, tmp_path, recipe
+    branch, trunk, records, tmp_path, recipe
 ):
     trainer = branch("--out", str(tmp_path / "branch"), "--recipe", recipe)
     assert trainer.state.step == 4
@@ -342,8 +342,7 @@ def test_a_branch_starts_with_the_weights_moments_and_step_of_the_trunk_in_anoth
         assert torch.equal(p, saved[name])
         assert torch.equal(trainer.state.optimizer.state[p]["exp_avg"], moments[f"{name}.exp_avg"])
     trainer.run()
-    log = (tmp_path / "branch/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in log if '"learning_rate"' in line] == [5, 6, 7, 8]
+    assert list(records(tmp_path / "branch", "learning_rate")) == [5, 6, 7, 8]
 
 
 def test_a_twin_has_weights_disturbed_once_by_the_given_share(branch, trunk, tmp_path):
