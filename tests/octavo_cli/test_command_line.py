@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import typer
-from environment import with_source
+from launch import with_source
 from typer.testing import CliRunner
 
 from octavo import __version__
