@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,13 +79,6 @@ def test_it_says_what_it_skipped_and_lacked(printed, llama, tmp_path):
     lines.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "three", "one")))
     out = printed("calibrate", llama, tmp_path / "few", "--data", lines, *OPTIONS)
     assert "2 prompts (30 asked for, the data has no more), 8 tokens" in out
-
-
-def test_an_interrupt_says_how_to_continue(octavo, llama, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("octavo.calibration.calibrate", Mock(side_effect=KeyboardInterrupt))
-    code, _, err = octavo("calibrate", llama, tmp_path / "out", "--data", data)
-    assert code == 130
-    assert err.startswith("interrupted: the blocks that were done are kept beside")
 
 
 # --- pack

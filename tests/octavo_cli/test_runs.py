@@ -8,7 +8,6 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -142,13 +141,6 @@ def test_from_takes_the_settings_of_the_run(octavo, printed, text):
         assert json.loads(out)["runs"] == 4
     described = json.loads((text / "why" / "bisect.json").read_text())
     assert described["settings"]["recipe"] == "delayed"
-
-
-def test_an_interrupt_says_how_to_continue(octavo, text, monkeypatch):
-    monkeypatch.setattr("octavo.bisection.bisect", Mock(side_effect=KeyboardInterrupt))
-    code, _, err = octavo(*BISECT)
-    assert code == 130
-    assert "interrupted: the short runs that ended are in runs/bisect; the same command continues" in err
 
 
 # --- compare

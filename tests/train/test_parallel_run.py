@@ -194,11 +194,6 @@ def test_degrees_and_sizes_that_do_not_divide(processes, parallel, settings, mes
         check_parallel(config, find_degrees(config.parallel, processes), torch.device("cpu"))
 
 
-def test_the_processes_of_a_tensor_parallel_group_share_their_sequences():
-    degrees = Degrees(dp_replicate=2, dp_shard=2, tp=2)
-    assert [degrees.share(rank) for rank in range(8)] == [(i, 4) for i in (0, 0, 1, 1, 2, 2, 3, 3)]
-
-
 # ---- `torchrun ... -m octavo train`: a run to its end, a rank that fails, and who prints an error
 
 
