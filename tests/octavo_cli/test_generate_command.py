@@ -203,13 +203,9 @@ def test_a_folder_is_verified_against_the_checkpoint_that_it_was_packed_from(pri
     assert "the bytes are right" in printed("verify", tmp_path / "early", "--against", trained / "fp8")
 
 
-@pytest.fixture(scope="module", params=[("bert", {}), ("bert", {"scheme": "channel"}), ("bert masked", {})])
-def encoder(request, made):
-    name, how = request.param
-    return made(name, **how)
-
-
-def test_an_encoder_gives_no_next_token(refused, encoder):
+@pytest.mark.parametrize(("name", "how"), [("bert", {}), ("bert", {"scheme": "channel"}), ("bert masked", {})])
+def test_an_encoder_gives_no_next_token(refused, made, name, how):
+    encoder = made(name, **how)
     err = refused("generate", encoder, "--prompt", "hi", "--device", "cpu")
     assert err.startswith(f"error: {encoder} holds a Bert")
     assert "which predicts no next token: a causal language model is required" in err

@@ -123,20 +123,7 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def events(begin):
-    """events(recipe, faults, after): those of a run of ten steps more in which the faults are planted after some.
-
-    The run is watched as by default.
-    """
-
-    def run(recipe, faults, after):
-        rate = {"learning_rate": 1e-2} if faults == [loss_spike] else {}  # a spike comes after a fall
-        return run_with(begin(recipe=recipe, **RUN | rate, steps=after + 10), faults, after)
-
-    return run
-
-
+# The steps after which faults are planted, and those of one run, which is watched as by default.
 GROUPS = [
     (42, [amax_jump, underflow, kurtosis_growth]),
     (53, [swiglu_alignment, underflow_in_dw, amax_jump_of_gradient]),
@@ -150,9 +137,10 @@ GROUPS = [
 @pytest.mark.parametrize(
     ("after", "faults"), GROUPS, ids=[" ".join(f.__name__ for f in faults) for _, faults in GROUPS]
 )
-def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(events, after, faults):
-    recipes = {FAULTS[fault][0] for fault in faults}
-    found = events(*recipes, faults, after)
+def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(begin, after, faults):
+    (recipe,) = {FAULTS[fault][0] for fault in faults}
+    rate = {"learning_rate": 1e-2} if faults == [loss_spike] else {}  # a spike comes after a fall
+    found = run_with(begin(recipe=recipe, **RUN | rate, steps=after + 10), faults, after)
     assert min(event.step for event in found) > after, found
     for fault in faults:
         _, name, operand = FAULTS[fault]

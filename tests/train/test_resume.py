@@ -145,12 +145,6 @@ def test_fp16_may_be_taken_up_from_another_precision_and_left_again(begin, go_on
 # --- What cannot be resumed
 
 
-@pytest.fixture
-def stopped(begin, tmp_path):
-    begin(recipe="bf16", steps=4).run()
-    return tmp_path / "run"
-
-
 def all_contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -200,11 +194,13 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
 # --- What cannot be started
 
 
-def test_a_run_is_not_started_over_another(stopped, begin):
-    before = all_contents(stopped)
-    with pytest.raises(FileExistsError, match=f"{stopped} is not empty: resume it with --resume {stopped}, or choose"):
+def test_a_run_is_not_started_over_another(begin, tmp_path):
+    run = tmp_path / "run"
+    begin(recipe="bf16", steps=4).run()
+    before = all_contents(run)
+    with pytest.raises(FileExistsError, match=f"{run} is not empty: resume it with --resume {run}, or choose"):
         begin()
-    assert all_contents(stopped) == before
+    assert all_contents(run) == before
 
 
 @pytest.mark.parametrize("leftover", ["config.json", "model/config.json", "notes.txt"])
