@@ -308,10 +308,6 @@ def branch(trunk, tmp_path):
     return make
 
 
-def weights(trainer):
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-
-
 def test_a_branch_without_a_change_goes_on_as_its_trunk_did_and_resumes(branch, trunk, go_on, tmp_path, records):
     branch("--out", str(tmp_path / "branch")).run()
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate"):
@@ -344,7 +340,8 @@ def test_a_branch_starts_with_the_weights_moments_and_step_of_the_trunk_in_anoth
 def test_a_twin_has_weights_disturbed_once_by_the_given_share(branch, trunk, tmp_path):
     saved = load_file(trunk.checkpoint(4) / "model.safetensors")
     twins = [branch("--out", str(tmp_path / str(i)), "--disturb", "0.002", "--seed", str(i)) for i in (0, 1)]
-    ratios = [torch.cat([(p / saved[name] - 1).flatten() for name, p in weights(twin).items()]) for twin in twins]
+    named = [twin.model.named_parameters() for twin in twins]
+    ratios = [torch.cat([(p.detach() / saved[name] - 1).flatten() for name, p in each]) for each in named]
     for ratio in ratios:
         ratio = ratio[ratio.isfinite()]
         assert 0.0019 < float(ratio.std()) < 0.0021
