@@ -119,7 +119,7 @@ def test_wrong_results_end_a_benchmark(capsys: pytest.CaptureFixture[str], monke
     assert "a mode: ZeroDivisionError" in capsys.readouterr().out
 
 
-# --- The layer and the stack -------------------------------------------------------------------------------------
+# --- The layer and the stack -----------------------------------------------------------------------------------
 
 
 def test_cells_of_another_commit_are_measured_again(results: Path) -> None:
