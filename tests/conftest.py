@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -115,6 +116,20 @@ def copy_of(packed: dict[str, Example], tmp_path: Path) -> Callable[[str], Path]
 @pytest.fixture(params=["llama", "llama untied", "gpt2", "qwen2"])
 def example(request: pytest.FixtureRequest, packed: dict[str, Example]) -> Example:
     return packed[request.param]
+
+
+@pytest.fixture
+def records() -> Callable[..., dict[int, Any]]:
+    """records(folder, key): {step: value} of every record in the run's metrics.jsonl that has `key`, each step once."""
+
+    def read(folder: Path, key: str = "loss") -> dict[int, Any]:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        every = [json.loads(line, parse_constant=pytest.fail) for line in lines]  # NaN and Infinity are not JSON
+        found = [(record["step"], record[key]) for record in every if key in record]
+        assert len(dict(found)) == len(found), "a step stands twice"
+        return dict(found)
+
+    return read
 
 
 @pytest.fixture(scope="session")

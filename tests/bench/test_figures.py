@@ -21,16 +21,10 @@ def words(path: Path) -> list[str]:
     return re.findall(r"<text[^>]*>(.*?)</text>", path.read_text(), re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("figures")
-    main(folder, ".svg")
-    return folder
-
-
-def test_the_pictures_in_the_repository_are_those_that_are_drawn(drawn: Path) -> None:
-    assert sorted(path.name for path in drawn.iterdir()) == sorted(path.name for path in FOLDER.glob("*.svg"))
-    for path in drawn.iterdir():  # by their words: another version of matplotlib draws other bytes
+def test_the_pictures_in_the_repository_are_those_that_are_drawn(tmp_path: Path) -> None:
+    main(tmp_path, ".svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in FOLDER.glob("*.svg"))
+    for path in tmp_path.iterdir():  # by their words: another version of matplotlib draws other bytes
         assert words(path) == words(FOLDER / path.name), f"{path.name}: run make docs"
         assert "<image" not in path.read_text()
         assert path.stat().st_size < 250_000

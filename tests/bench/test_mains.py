@@ -24,7 +24,7 @@ from torch import Tensor
 from bench import record, smoke
 from bench.cpu import embeddings
 from bench.cpu import vision as digits
-from bench.gpu import attention, generate, harness, kernels, layer, llama, plan, stack, watch
+from bench.gpu import attention, generate, harness, kernels, layer, llama, plan, stack
 from bench.gpu import serve_models as models
 from bench.gpu.harness import decibels
 from bench.gpu.llama import SMALL
@@ -119,7 +119,7 @@ def test_wrong_results_end_a_benchmark(capsys: pytest.CaptureFixture[str], monke
     assert "a mode: ZeroDivisionError" in capsys.readouterr().out
 
 
-# --- The layer, the stack, and its watch -----------------------------------------------------------------------
+# --- The layer and the stack -----------------------------------------------------------------------------------
 
 
 def test_cells_of_another_commit_are_measured_again(results: Path) -> None:
@@ -151,11 +151,6 @@ def test_a_mode_in_fp8_is_near_bf16_and_its_step_leaves_no_gradient() -> None:
         assert runner.x.grad is None
         assert all(p.grad is None for p in runner.model.parameters())
     assert {BASE, FUSED, FUSED_EAGER, PLAIN} <= stack.MODES.keys()  # which the pages name
-
-
-def test_the_watch_of_a_stack_changes_no_bit() -> None:
-    assert watch.small_equality(FUSED_EAGER, config=BLOCKS, tokens=16) == {"repeated": True, "watched": True}
-    watch.measure(FUSED_EAGER, many=1, config=BLOCKS, tokens=16)
 
 
 # --- Generating ------------------------------------------------------------------------------------------------

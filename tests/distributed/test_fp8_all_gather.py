@@ -126,17 +126,16 @@ def bytes_held(rank: int) -> None:
 # ---- What `fp8_all_gather` reports, and what it refuses
 
 
-def wide_settings() -> dict[str, dict[str, Any]]:
-    """Settings of FSDP2 in which the weights are gathered wide."""
-    return {
-        "dimension": {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None},
-        "offloads": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    }
+# Settings of FSDP2 in which the weights are gathered wide.
+WIDE_SETTINGS: dict[str, dict[str, Any]] = {
+    "dimension": {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None},
+    "offloads": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
 
 
 def reports(rank: int) -> None:
     """What is gathered wide, and what is not fused, is named, and trains all the same."""
-    for name, options in wide_settings().items():
+    for name, options in WIDE_SETTINGS.items():
         model = sharded(converted(), **options)
         report = fp8_all_gather(model)
         assert not report.gathered

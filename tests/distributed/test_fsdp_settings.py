@@ -1,7 +1,8 @@
 """The FP8 all-gather with the settings of FSDP2 and of training: bit for bit what one rank computes."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from fsdp_examples import backward, batch, blocks, converted, equal, gathered, sharded, train, whole
 from ranks import run_ranks, use_gpus
-from stream_order import has_run, ordered_streams, run
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -270,7 +270,62 @@ def test_a_model_without_units_is_refused() -> None:
         send_bf16_gradients("model")
 
 
-# ---- The order of quantizing, all-gathers and the all-reduce of a step, in the host's calls and in a GPU's streams
+# ---- The order of quantizing, all-gathers and the all-reduce of a step, in the host's calls and in a GPU's streams:
+# streams of the CPU remember what has surely run before what, as streams of a GPU would enforce it
+
+
+class Event:
+    """What had run in a stream when the event was recorded."""
+
+    def __init__(self) -> None:
+        self.before: frozenset[str] = frozenset()
+
+    def record(self, stream: Any = None) -> None:
+        self.before = frozenset((stream or torch.cpu.current_stream()).before)
+
+
+class Stream:
+    """Work in a stream runs after the earlier work there, and after what the stream waited for; nothing else."""
+
+    def __init__(self, priority: int = 0) -> None:
+        self.before: set[str] = set()
+
+    def wait_stream(self, stream: Any) -> None:
+        self.before |= stream.before
+
+    def wait_event(self, event: Event) -> None:
+        self.before |= event.before
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+
+def run(work: str) -> None:
+    """Note that `work` runs in the current stream."""
+    torch.cpu.current_stream().before.add(work)
+
+
+def has_run(work: str) -> bool:
+    """True if work that runs now in the current stream runs after `work`."""
+    return work in torch.cpu.current_stream().before
+
+
+@contextmanager
+def ordered_streams() -> Iterator[None]:
+    """In the block the CPU has such streams."""
+    cpu: Any = torch.cpu
+    names = {"Stream": Stream, "Event": Event, "_default_cpu_stream": Stream(), "_current_stream": Stream()}
+    before = {name: getattr(cpu, name) for name in names}
+    names["_current_stream"] = names["_default_cpu_stream"]
+    try:
+        for name, value in names.items():
+            setattr(cpu, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(cpu, name, value)
 
 
 WORK = "update", "measure", "finish"  # what is done with all weights once a step; the last has the all-reduce

@@ -1,8 +1,7 @@
-"""Tiny runs of `octavo train` for the tests of commands, made once, and what a run logged."""
+"""Tiny runs of `octavo train` for the tests of commands, made once."""
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,14 +42,3 @@ def here(tmp_path: Path, book: str, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def logged() -> Callable[[Path], dict[int, float]]:
-    """logged(run): the evaluation losses of a run by step."""
-
-    def read(run: Path) -> dict[int, float]:
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return {r["step"]: r["evaluation_loss"] for r in records if "evaluation_loss" in r}
-
-    return read

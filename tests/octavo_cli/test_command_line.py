@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import typer
-from environment import with_source
+from launch import with_source
 from typer.testing import CliRunner
 
 from octavo import __version__
@@ -249,6 +249,20 @@ def test_an_error_that_the_user_can_mend_is_one_line(ending: Any, error: Any, me
 
 def test_ctrl_c_is_not_a_traceback(ending: Any) -> None:
     assert ending(Mock(side_effect=KeyboardInterrupt())) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "function", "message"),
+    [
+        ("calibrate llama out --data text.txt", "calibration.calibrate", "the blocks that were done are kept beside"),
+        ("bisect tiny.toml", "bisection.bisect", "the short runs that ended are in runs/bisect; the same command"),
+    ],
+)
+def test_an_interrupt_says_how_to_continue(octavo, here, monkeypatch, words, function, message):
+    monkeypatch.setattr(f"octavo.{function}", Mock(side_effect=KeyboardInterrupt))
+    code, _, err = octavo(*words.split())
+    assert code == 130
+    assert err.startswith(f"interrupted: {message}")
 
 
 def test_ctrl_c_while_the_commands_are_imported_is_not_a_traceback() -> None:

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from calibration_examples import write_model
-from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -26,8 +24,8 @@ PROMPTS = ["It was", "the clerk", "a", "7 times 3 is 21"]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "llama", "llama", max_position_embeddings=40)
+def llama(made):
+    return made("llama")
 
 
 @pytest.fixture
@@ -133,9 +131,9 @@ def test_the_cache_has_the_dtype_that_is_asked_for(octavo, llama, monkeypatch, n
     assert {store.dtype for store in made} == {name}
 
 
-def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, tmp_path):
+def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, made):
     """Gemma 2 has a softcap. The prompts have different lengths."""
-    folder = make_model(tmp_path / "gemma2", "gemma2")
+    folder = made("gemma2")
     words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     for text in generated(octavo, folder, *words, *GREEDY)["texts"]:
         assert text["text"] == bytes(greedy(folder, text["prompt"])).decode(errors="replace")
@@ -205,13 +203,9 @@ def test_a_folder_is_verified_against_the_checkpoint_that_it_was_packed_from(pri
     assert "the bytes are right" in printed("verify", tmp_path / "early", "--against", trained / "fp8")
 
 
-@pytest.fixture(scope="module", params=[("bert", {}), ("bert", {"scheme": "channel"}), ("bert masked", {})])
-def encoder(request, made):
-    name, how = request.param
-    return made(name, **how)
-
-
-def test_an_encoder_gives_no_next_token(refused, encoder):
+@pytest.mark.parametrize(("name", "how"), [("bert", {}), ("bert", {"scheme": "channel"}), ("bert masked", {})])
+def test_an_encoder_gives_no_next_token(refused, made, name, how):
+    encoder = made(name, **how)
     err = refused("generate", encoder, "--prompt", "hi", "--device", "cpu")
     assert err.startswith(f"error: {encoder} holds a Bert")
     assert "which predicts no next token: a causal language model is required" in err
@@ -225,8 +219,8 @@ def evaluated(printed, *words):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_a_run_is_evaluated_as_its_training_did(printed, trained, logged, name):
-    losses = logged(trained / name)
+def test_a_run_is_evaluated_as_its_training_did(printed, trained, records, name):
+    losses = records(trained / name, "evaluation_loss")
     for words, step in (((), 4), (("--step", 2), 2)):
         found = evaluated(printed, trained / name, *words)
         assert found["loss"] == losses[step]
@@ -234,19 +228,19 @@ def test_a_run_is_evaluated_as_its_training_did(printed, trained, logged, name):
         assert found["tokens"] == 3 * 2 * 16
 
 
-def test_the_loss_is_printed_with_what_was_read(printed, trained, logged, monkeypatch):
+def test_the_loss_is_printed_with_what_was_read(printed, trained, records, monkeypatch):
     done = []
     monkeypatch.setattr("octavo_cli.generate.progress", lambda doing: nullcontext(lambda *each: done.append(each)))
     out = printed("evaluate", trained / "fp8", "--device", "cpu")
     assert done == [(batch, 3, "evaluating") for batch in (1, 2, 3)]
     assert "read 1 file" in out
     assert "fp8, step 4, delayed" in out
-    assert f"{logged(trained / 'fp8')[4]:.4f} nats a token, on 96 tokens" in out
+    assert f"{records(trained / 'fp8', 'evaluation_loss')[4]:.4f} nats a token, on 96 tokens" in out
 
 
-def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(printed, trained, logged):
+def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(printed, trained, records):
     loss = evaluated(printed, trained / "packed", "--held-out", trained / "fp8")["loss"]
-    before = logged(trained / "fp8")[4]
+    before = records(trained / "fp8", "evaluation_loss")[4]
     assert loss != before
     assert loss == pytest.approx(before, rel=0.01)
 

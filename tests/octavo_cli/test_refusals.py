@@ -340,7 +340,6 @@ REFUSED = {
     "plan mixture": 'give a .toml file with model = "mixture".*all presets: .*llama-1b',
     "plan gpt2 --compare recipe": "--compare",
     "plan gpt2 --compare =bf16": "--compare",
-    "plan gpt2 --compare recipe=": "--compare",
     "plan gpt2 --compare gpus=many": "--compare",
     "plan gpt2 --compare a=b,,c": "--compare",
     "plan vit-h-14 --serve": "vit-h-14 has no vocabulary",

@@ -8,7 +8,6 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -144,19 +143,12 @@ def test_from_takes_the_settings_of_the_run(octavo, printed, text):
     assert described["settings"]["recipe"] == "delayed"
 
 
-def test_an_interrupt_says_how_to_continue(octavo, text, monkeypatch):
-    monkeypatch.setattr("octavo.bisection.bisect", Mock(side_effect=KeyboardInterrupt))
-    code, _, err = octavo(*BISECT)
-    assert code == 130
-    assert "interrupted: the short runs that ended are in runs/bisect; the same command continues" in err
-
-
 # --- compare
 
 
-def test_runs_are_compared_step_by_step(printed, trained, logged):
+def test_runs_are_compared_step_by_step(printed, trained, records):
     out = printed("compare", trained / "bf16", trained / "fp8")
-    bf16, fp8 = logged(trained / "bf16"), logged(trained / "fp8")
+    bf16, fp8 = records(trained / "bf16", "evaluation_loss"), records(trained / "fp8", "evaluation_loss")
     lines = [line.split() for line in out.splitlines()]
     assert lines[1] == ["step", "bf16", "fp8", "gap"]
     for step, line in zip((2, 4), lines[2:4], strict=True):

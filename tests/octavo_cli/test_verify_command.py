@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from datetime import datetime, tzinfo
 from html import escape
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import transformers
 from tiny_models import make_model
+from tiny_runs import SMALLEST_TOML
+from verify_examples import change_settings
 
 from octavo import load as load_packed
 from octavo.packing import pack
@@ -101,33 +104,18 @@ def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> N
 
 # --- inspect --dtypes: presets, settings, Hugging Face folders, and what is no model of a training
 
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-SETTINGS = """
-model = "llama"
-layers = 3
-width = 64
-heads = 4
-kv_heads = 4
-mlp_width = 128
-context = 32
-batch = 2
-"""
-
 
 @pytest.fixture
 def settings(tmp_path):
     path = tmp_path / "tiny.toml"
-    path.write_text(SETTINGS)
-    return str(path)
+    path.write_text(SMALLEST_TOML.replace("layers = 1", "layers = 2"))
+    return path
 
 
 @pytest.fixture
-def llama(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+def llama(made, tmp_path):
+    """A folder with the description of a Llama of two layers, and nothing else."""
+    shutil.copy(made("llama") / "config.json", tmp_path)
     return tmp_path
 
 
@@ -147,25 +135,21 @@ def test_operations_of_a_module_and_another_recipe(printed, settings):
     assert {(row["name"], row["computes_in"]) for row in found["operations"] if row["kind"] == "product"} == {
         ("mm", "BF16")
     }
-    assert found["flops"]["forward"] == {"BF16": 3 * 2 * 32 * 64 * 128}
+    assert found["flops"]["forward"] == {"BF16": 2 * 2 * 16 * 32 * 64}
 
 
 @pytest.mark.parametrize("source", ["", "config.json"])
 def test_a_hugging_face_folder_without_weights(printed, llama, source):
-    pytest.importorskip("transformers")
     found = json.loads(printed("inspect", llama / source, "--dtypes", "--json"))
     assert found["model"] == "LlamaForCausalLM"
     assert {each["module"] for each in found["left_out"]} == {"lm_head", "model.layers.*.self_attn"}
 
 
-def test_experts_run_in_fp8(printed, llama):
-    pytest.importorskip("transformers")
-    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
-    (llama / "config.json").write_text(json.dumps(LLAMA | mixtral))
-    found = json.loads(printed("inspect", llama, "--dtypes", "--weights", "bf16", "--json"))
+def test_experts_run_in_fp8(printed, made):
+    found = json.loads(printed("inspect", made("mixtral"), "--dtypes", "--weights", "bf16", "--json"))
     assert found["flops"]["backward"]["FP8"] == 2 * found["flops"]["forward"]["FP8"]
     products = [row for row in found["operations"] if row["module"] == "model.layers.*.mlp.experts" and row["flops"]]
-    expected = 3 * 2 * 64 * 2 * 3 * 64 * 128  # layers, 64 tokens, 2 experts of each, 3 matrices
+    expected = 2 * 2 * 64 * 2 * 3 * 128 * 64  # layers, 64 tokens, 2 experts of each, 3 matrices
     assert sum(row["flops"] for row in products if row["phase"] == "forward") == expected
     assert sum(row["flops"] for row in products if row["phase"] == "backward") == 2 * expected
     assert {row["computes_in"] for row in products} == {"FP8"}
@@ -173,13 +157,13 @@ def test_experts_run_in_fp8(printed, llama):
 
 
 def test_bad_folders(refused, llama):
-    (llama / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
-    assert "quantized" in refused("inspect", llama, "--dtypes")
-    (llama / "config.json").write_text(json.dumps(LLAMA | {"model_type": "vit", "architectures": []}))
-    assert "octavo.dtype_flow(model, inputs) shows its dtypes" in refused("inspect", llama, "--dtypes")
-    (llama / "config.json").write_text("{")
-    assert "is not valid JSON" in refused("inspect", llama, "--dtypes")
-    (llama / "config.json").write_text("{}")
-    assert "names no model_type" in refused("inspect", llama, "--dtypes")
-    (llama / "config.json").write_text(json.dumps(LLAMA | {"model_type": "unheard"}))
-    assert "model_type 'unheard', which transformers" in refused("inspect", llama, "--dtypes")
+    for settings, message in (
+        ({"model_type": "unheard"}, "model_type 'unheard', which transformers"),
+        ({"model_type": "vit"}, "octavo.dtype_flow(model, inputs) shows its dtypes"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ):
+        change_settings(llama / "config.json", **settings)
+        assert message in refused("inspect", llama, "--dtypes")
+    for text, message in (("{", "is not valid JSON"), ("{}", "names no model_type")):
+        (llama / "config.json").write_text(text)
+        assert message in refused("inspect", llama, "--dtypes")

@@ -1,8 +1,11 @@
-"""The page of runs: long lines, many events, and what several runs share."""
+"""The page of runs: long lines, many events, what several runs share; and what a page may load and what it escapes."""
 
+import base64
+import hashlib
 import json
 import re
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 from report_examples import make_run, watched_of, write_metrics
 
+from octavo.report.page import Line, LineChart, Page, place, table
 from octavo.report.training_page import gap_verdicts, gaps, page_of_runs, thin, verdict
 from octavo.train.run_records import RunData, Series, read_runs
 from octavo.watching.storage import Event, GemmRun
@@ -145,10 +149,10 @@ def test_a_reason_of_all_layers_is_said_once(tmp_path: Path) -> None:
         gemms = {name: GemmRun("fp8", "emulated", fused if number == 4 else emulated) for name in ("y", "dx", "dw")}
         watched.layers[number] = replace(layer, gemms=gemms)
     page = page_of_runs([RunData(tmp_path, "run", {}, {}, watched=watched)]).html()
-    table = page.split("What ran where</h2>")[1].split("<h2>")[0]
-    assert table.count("cpu has no FP8 GEMM: slow") == 1
-    assert table.count("in model.layers.0.mlp<") == 1
-    assert table.count("the layer is skipped") == 1
+    shown = page.split("What ran where</h2>")[1].split("<h2>")[0]
+    assert shown.count("cpu has no FP8 GEMM: slow") == 1
+    assert shown.count("in model.layers.0.mlp<") == 1
+    assert shown.count("the layer is skipped") == 1
 
 
 def test_runs_share_the_bytes_of_a_page(tmp_path: Path) -> None:
@@ -166,3 +170,55 @@ def test_a_format_has_its_numbers_and_bf16_has_none(tmp_path: Path) -> None:
     data = data_of(page_of_runs(read_runs([make_run(tmp_path / "run")])).html())
     assert data["formats"].keys() == {"e4m3", "e5m2"}
     assert data["formats"]["e4m3"][-1] == 448.0
+
+
+# ---- The frame
+
+
+# uPlot 1.6.32 as npm serves it: `npm pack uplot@1.6.32`, dist/ and LICENSE.
+HASHES = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+
+
+def example() -> Page:
+    page = Page("a <b>title</b>")
+    page.add_chart(LineChart("loss", "Loss", "step", "loss", [Line("</script><b>", [1, 2], [0.5, None])]))
+    return page
+
+
+def test_the_library_is_the_one_that_was_published_and_its_licence_is_in_the_page():
+    assets = files("octavo.report") / "assets"
+    assert {name: hashlib.sha256((assets / name).read_bytes()).hexdigest() for name in HASHES} == HASHES
+    assert (assets / "uPlot.LICENSE").read_text() in example().html()
+
+
+def test_the_policy_allows_exactly_what_the_page_holds():
+    html = example().html()
+    (policy,) = re.findall('http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    styles, scripts = re.findall("<style>(.*?)</style>", html, re.S), re.findall("<script>(.*?)</script>", html, re.S)
+    hashed = [f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in (*styles, *scripts)]
+    assert len(scripts) == 2
+    assert [*rules["style-src"].split(), *rules["script-src"].split()] == hashed
+    assert {rules[name] for name in ("default-src", "base-uri", "form-action")} == {"'none'"}
+    assert "\r" not in html  # a browser reads it as another character, and the hash would not fit
+
+
+def test_texts_cannot_leave_their_place():
+    html = example().html()
+    assert data_of(html)["charts"][0]["lines"][0] == {
+        "name": "</script><b>", "x": [1, 2], "y": [0.5, None], "colour": 0, "dashed": False,
+    }  # fmt: skip
+    assert "<title>a &lt;b&gt;title&lt;/b&gt;</title>" in html
+    assert "<script>alert" not in table(("a<",), [("<script>alert(1)</script>",)], places=[place("r", '"><i>', 3)])
+    assert "<i>" not in table(("a",), [("b",)], title="<i>", remark="<i>", places=[place("r", '"><i>', 3)])
+
+
+def test_a_page_without_charts_has_no_script():
+    page = Page("empty")
+    page.add(table(("a",), [("b",)]))
+    assert "<script" not in page.html()
+    assert "script-src 'none'" in page.html()

@@ -1,5 +1,6 @@
-"""Starting ranks under torchrun: a command, as a user does, or a function under the agent of torchrun alone."""
+"""Starting processes, and ranks under torchrun: a command, as a user does, or a function under its agent alone."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,11 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from environment import with_source
 from patience import HANG
 from ranks import use_server
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+import octavo
+
+
+def with_source(**variables: str) -> dict[str, str]:
+    """This process's environment and `variables`, in which Python finds the Octavo that is tested before any other. The
+    folders of PYTHONPATH come after it: on some machines all packages are found there."""
+    folders = [str(Path(octavo.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
 
 
 def torchrun(folder: Path, *words: str, processes: int = 2) -> "subprocess.CompletedProcess[str]":

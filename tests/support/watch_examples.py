@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.recipe import Recipe
 from octavo.watching.storage import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
 
@@ -40,9 +40,20 @@ def one_layer(recipe: str | Recipe = "rowwise") -> nn.Sequential:
 
 
 def tiny_model(name: str, recipe: str = "rowwise", layers: int = 1) -> nn.Module:
-    """A converted "llama" or "gpt2"."""
+    """A converted "llama", "gpt2" or "mixture"."""
     torch.manual_seed(0)
-    llama, gpt2 = LlamaConfig(64, layers, 32, 4, 2, 48, 16), GPT2Config(64, layers, 32, 4, 16)
-    model = Llama(llama) if name == "llama" else GPT2(gpt2)
+    configs = {
+        "llama": LlamaConfig(64, layers, 32, 4, 2, 48, 16), "gpt2": GPT2Config(64, layers, 32, 4, 16),
+        "mixture": MixtureConfig(64, layers, 32, 4, 2, 48, 16, experts=4, top_k=2),
+    }  # fmt: skip
+    model = build(configs[name])
     octavo.convert(model, recipe)
     return model
+
+
+def backward(model: nn.Module) -> torch.Tensor:
+    """The loss of a pass over 32 tokens, forward and backward."""
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    return loss.detach()

@@ -77,21 +77,3 @@ def found(monkeypatch):
     at = {}
     monkeypatch.setattr(Supervisor, "_judge_samples", lambda supervisor: at.pop(supervisor.state.step, []))
     return lambda step, *events: at.__setitem__(step, list(events))
-
-
-def _refuse(constant):
-    raise ValueError(f"{constant} is not JSON")
-
-
-@pytest.fixture
-def records():
-    """records(folder, key): {step: value} of every record in the run's metrics.jsonl that has `key`, each step once."""
-
-    def read(folder, key="loss"):
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line, parse_constant=_refuse) for line in lines]
-        found = [(record["step"], record[key]) for record in found if key in record]
-        assert len(dict(found)) == len(found), "a step stands twice"
-        return dict(found)
-
-    return read

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from calibration_examples import write_model
 from rich.console import Console
 
 from octavo.models.tokenizer import ByteTokenizer
@@ -359,8 +358,8 @@ def test_memory_counts_the_parts_of_each_process(monkeypatch):
     check_memory(config, LLAMA_VOCABULARY, gpu, parts=64)
 
 
-def test_memory_counts_the_weights_of_a_folder(begin, monkeypatch, tmp_path):
-    llama = write_model(tmp_path / "llama", "llama")
+def test_memory_counts_the_weights_of_a_folder(begin, made, monkeypatch):
+    llama = made("llama")
     monkeypatch.setattr("octavo.train.model.total_memory", lambda device: 1e6)
     with pytest.raises(
         ConfigError,

@@ -1,10 +1,10 @@
 import hashlib
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from calibration_examples import write_model
 
 from octavo.data import DataError
 from octavo.models.tokenizer import Batches, ByteTokenizer, RandomBatches, build_corpus
@@ -209,8 +209,8 @@ def test_random_offsets_are_of_the_training_text_alone(begin):
     assert (type(trainer.training), type(trainer.validation)) == (RandomBatches, Batches)
 
 
-def test_conversations_are_written_by_the_chat_template_of_the_model(begin, tmp_path):
-    write_model(tmp_path / "model", "llama")
+def test_conversations_are_written_by_the_chat_template_of_the_model(begin, made, tmp_path):
+    shutil.copytree(made("llama"), tmp_path / "model")
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(30)]

@@ -6,16 +6,12 @@ import shutil
 
 import pytest
 import torch
-from calibration_examples import write_model
 from safetensors.torch import load_file
 from tiny_models import make_model
 from verify_examples import change_settings, change_tensors
 
-from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
-from octavo.evaluation import PromptOptions
 from octavo.inference.opening import load_packed
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.nn.delayed import histories
 from octavo.packing import pack
 from octavo.train.config import ConfigError
@@ -23,21 +19,11 @@ from octavo.train.supervision import recipe_layers
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 64, "max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
 
-
-@pytest.fixture(params=["Llama", "Qwen2"])
-def source(request, tmp_path):
+@pytest.fixture(params=["llama", "qwen2"])
+def source(request, made, tmp_path):
     """A folder with a tiny model in BF16, as models are published, and a tokenizer. Qwen2 has biases, and is tied."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{request.param}Config")(**SIZES, tie_word_embeddings=request.param != "Llama")
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "source")
-    ByteTokenizer().save(tmp_path / "source")
-    return tmp_path / "source"
+    return shutil.copytree(made(request.param), tmp_path / "source")
 
 
 def test_a_run_starts_from_the_saved_weights_opens_in_transformers_and_resumes_bit_for_bit(
@@ -75,7 +61,7 @@ def test_a_run_starts_from_the_saved_weights_opens_in_transformers_and_resumes_b
 
 
 # The rest does not depend on the family.
-llama_only = pytest.mark.parametrize("source", ["Llama"], indirect=True)
+llama_only = pytest.mark.parametrize("source", ["llama"], indirect=True)
 
 
 @llama_only
@@ -125,7 +111,7 @@ def ask_for_code(source):
 
 UP = "model.layers.1.mlp.up_proj.weight"
 REFUSED = [  # what is done to the folder, settings, the error, and what it must contain
-    (lambda source: None, {"context": 33}, ConfigError, ["context", "32 positions", "33"]),
+    (lambda source: None, {"context": 65}, ConfigError, ["context", "64 positions", "65"]),
     (lambda source: make_model(source, "mpt"), {"context": 65}, ConfigError, ["context", "64 positions", "65"]),
     (cut_vocabulary, {}, ConfigError, ["100 rows", f"token {ord('v')}"]),
     (diverge, {}, ArtifactError, [f"{UP} holds inf or NaN", "/source"]),
@@ -153,8 +139,8 @@ def test_a_model_that_cannot_be_trained_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_encoder_is_refused_because_it_sees_the_answer(begin, tmp_path):
-    source = write_model(tmp_path / "source", "bert masked")
+def test_an_encoder_is_refused_because_it_sees_the_answer(begin, made, tmp_path):
+    source = made("bert masked")
     with pytest.raises(ConfigError, match=f"{source} is a BertLMHeadModel .*not causal.*choose such a model"):
         begin(model=str(source), recipe="bf16")
     assert not (tmp_path / "run").exists()
@@ -167,28 +153,21 @@ def test_settings_that_are_not_given_fit_the_model_and_transformers_says_nothing
     assert "Loading weights" not in "".join(capfd.readouterr())
     assert transformers.utils.logging.is_progress_bar_enabled()
     config = trainer.config
-    assert (config.context, config.learning_rate, config.warmup) == (32, 2e-5, 0)
+    assert (config.context, config.learning_rate, config.warmup) == (64, 2e-5, 0)
     written = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (written["context"], written["learning_rate"]) == (32, 2e-5)
+    assert (written["context"], written["learning_rate"]) == (64, 2e-5)
     assert written["derived"] == ["decay_steps", "kv_heads", "learning_rate", "min_learning_rate", "warmup"]
 
 
 # --- Fine-tuning with the recipe delayed, whose first scales come from a calibration
 
 
-@pytest.fixture
-def calibrated(tmp_path, text):
-    model = write_model(tmp_path / "model", "llama")
-    calibrate(model, [str(text)], tmp_path / "calibrated", prompts=PromptOptions(samples=8, context=32, batch=4))
-    return model, tmp_path / "calibrated"
-
-
-def test_the_first_step_has_the_scales_of_the_calibration(begin, go_on, calibrated, tmp_path):
-    model, calibration = calibrated
-    trainer = begin(model=str(model), recipe="delayed", calibration=str(calibration), steps=3)
+def test_the_first_step_has_the_scales_of_the_calibration(begin, go_on, made, tmp_path):
+    calibration = str(made("llama", "calibrated"))
+    trainer = begin(model=str(made("llama")), recipe="delayed", calibration=calibration, steps=3)
     found = dict(histories(trainer.model))
     inputs = {name: history for name, history in found.items() if name.endswith(".x")}
-    assert len(inputs) == 21
+    assert len(inputs) == 14
     for name, history in inputs.items():
         assert history.ready
         assert history.steps == 2, "one entry for each batch of the calibration"
@@ -200,35 +179,32 @@ def test_the_first_step_has_the_scales_of_the_calibration(begin, go_on, calibrat
     assert all(history.steps == 5 for name, history in histories(resumed.model) if name.endswith(".x"))
 
 
-def test_the_first_step_has_the_stored_scales_of_a_packed_folder(begin, calibrated, tmp_path):
-    model, calibration = calibrated
-    packed = tmp_path / "static"
-    pack(model, packed, scheme="static", calibration=calibration)
-    trainer = begin(model=str(model), recipe="delayed", calibration=str(packed), steps=3)
+def test_the_first_step_has_the_stored_scales_of_a_packed_folder(begin, made):
+    packed = made("llama", scheme="static")
+    trainer = begin(model=str(made("llama")), recipe="delayed", calibration=str(packed), steps=3)
     found = {name.removesuffix(".histories.x"): h for name, h in histories(trainer.model) if name.endswith(".x")}
     stored = load_file(packed / "model.safetensors")
-    assert len(found) == 21
+    assert len(found) == 14
     for name, history in found.items():  # with the recipe's room for twice the amax
         assert float(history.scale) == pytest.approx(2 * float(stored[f"{name}.input_scale"]))
 
 
-def test_the_calibration_must_fit(settings, begin, calibrated, tmp_path):
-    model, calibration = calibrated
+def test_the_calibration_must_fit(settings, begin, made, tmp_path):
+    model, calibration = made("llama"), made("llama", "calibrated")
     for given in ({"recipe": "rowwise", "model": str(model)}, {"recipe": "delayed", "model": "llama"}):
         said = f"and the calibrated model; got recipe {given['recipe']} and model {given['model']}"
         with pytest.raises(ConfigError, match=said):
             settings(**given, calibration=str(calibration))
     with pytest.raises(FileNotFoundError, match="calibration.json"):
         begin(model=str(model), recipe="delayed", calibration=str(tmp_path / "absent"))
-    other = write_model(tmp_path / "other", "qwen2")
     with pytest.raises(ArtifactError, match="is a calibration of another model than"):
-        begin(model=str(other), recipe="delayed", calibration=str(calibration))
+        begin(model=str(made("qwen2")), recipe="delayed", calibration=str(calibration))
 
 
 # ---- GPT-2 of transformers, whose linear layers are `Conv1D`, from fine-tuning to the packed folder
 
 
-gpt2_only = pytest.mark.parametrize("source", ["GPT2"], indirect=True)
+gpt2_only = pytest.mark.parametrize("source", ["gpt2"], indirect=True)
 
 
 @gpt2_only

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from ranks import run_ranks
+from tiny_models import built
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import PhiConfig, PhiForCausalLM
 
 from octavo.distributed import tensor_parallel
 from octavo.models import GPT2Config, LlamaConfig, build
@@ -16,21 +18,11 @@ from octavo.train.loss import ChunkedLoss, whole_loss
 from octavo.train.model import make_loss
 
 VOCABULARY, HEAD = 50, Head("lm_head")
-HF_LLAMA = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "intermediate_size": 64,
-}  # fmt: skip
 
 
 def llama(tied=True, vocabulary=VOCABULARY):
     torch.manual_seed(0)
     return build(LlamaConfig(vocabulary, 2, 32, 2, 2, 64, 16, tied=tied))
-
-
-def transformers_llama():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**HF_LLAMA))
 
 
 def tokens(count=16):
@@ -46,7 +38,12 @@ def gradients(model, loss):
 
 @pytest.mark.parametrize(
     "make",
-    [llama, lambda: llama(tied=False), lambda: build(GPT2Config(VOCABULARY, 2, 32, 2, 16)), transformers_llama],
+    [
+        llama,
+        lambda: llama(tied=False),
+        lambda: build(GPT2Config(VOCABULARY, 2, 32, 2, 16)),
+        lambda: built("llama", vocab_size=VOCABULARY),
+    ],
     ids=["tied", "own head", "gpt2", "transformers"],
 )
 def test_chunks_give_the_gradients_of_the_whole_and_leave_the_model_as_it_was(make):
@@ -78,8 +75,8 @@ def test_chunks_are_taken_of_a_large_vocabulary_unless_the_settings_say_otherwis
 
 
 def test_a_model_whose_head_has_a_bias_needs_its_logits_whole(settings):
-    transformers = pytest.importorskip("transformers")
-    biased = transformers.PhiForCausalLM(transformers.PhiConfig(**HF_LLAMA | {"vocab_size": LARGE_VOCABULARY}))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    biased = PhiForCausalLM(PhiConfig(vocab_size=LARGE_VOCABULARY, **sizes))
     assert make_loss(settings(), biased) is whole_loss
     with pytest.raises(ConfigError, match=r"loss\.logits chunked requires .* PhiForCausalLM"):
         make_loss(settings(loss={"logits": "chunked"}), biased)

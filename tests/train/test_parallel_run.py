@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import killed_train
 import numpy as np
 import pytest
 import torch
@@ -28,6 +28,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.tensor import DTensor
 
+from octavo.checkpoint.dcp_writer import SafetensorsWriter
 from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.folder import RunFolder
 from octavo.train import processes
@@ -193,20 +194,16 @@ def test_degrees_and_sizes_that_do_not_divide(processes, parallel, settings, mes
         check_parallel(config, find_degrees(config.parallel, processes), torch.device("cpu"))
 
 
-def test_the_processes_of_a_tensor_parallel_group_share_their_sequences():
-    degrees = Degrees(dp_replicate=2, dp_shard=2, tp=2)
-    assert [degrees.share(rank) for rank in range(8)] == [(i, 4) for i in (0, 0, 1, 1, 2, 2, 3, 3)]
-
-
 # ---- `torchrun ... -m octavo train`: a run to its end, a rank that fails, and who prints an error
 
 
 SETTINGS = json.dumps(TINY | {"batch": 4, "steps": 4, "save_every": 2, "log_every": 2, "sample": 4, "out": "run"})
 
 
-def fail_in_step_3(*words):
-    step = Trainer.step
+step = Trainer.step
 
+
+def fail_in_step_3(*words):
     def fail(trainer):
         if os.environ["RANK"] == "1" and trainer.state.step == 3:
             raise RuntimeError("the GPU of rank 1 fell off the bus")
@@ -218,7 +215,7 @@ def fail_in_step_3(*words):
 
 
 @pytest.mark.slow
-def test_two_processes_train_log_and_save(tmp_path, text, go_on):
+def test_two_processes_train_log_and_save(tmp_path, text, go_on, records):
     (tmp_path / "run.json").write_text(SETTINGS)
     ended = torchrun(tmp_path, "-m", "octavo", "train", "run.json", "--data", str(text))
     assert ended.returncode == 0, ended.stderr
@@ -228,11 +225,9 @@ def test_two_processes_train_log_and_save(tmp_path, text, go_on):
     assert sum(line.startswith("step 4/4") for line in lines) == 1
     assert "a GPU)" in next(line for line in lines if line.startswith("step 4/4"))
     assert lines[-1] == "done: 4 steps in run"
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    logged = [record for record in records if "loss" in record]
-    assert [record["step"] for record in logged] == [2, 4]
-    for record in logged:
-        assert record["tokens_per_second_per_gpu"] == pytest.approx(record["tokens_per_second"] / 2)
+    speeds, shares = (records(tmp_path / "run", f"tokens_per_second{of}") for of in ("", "_per_gpu"))
+    assert list(records(tmp_path / "run")) == list(speeds) == [2, 4]
+    assert shares == pytest.approx({step: speed / 2 for step, speed in speeds.items()})
     # one process goes on where two ended
     trainer = go_on(tmp_path / "run", "--steps", "5", "--data", str(text))
     assert trainer.run().step == 5
@@ -304,13 +299,39 @@ def continue_undisturbed(rank, folder):
     resume_run(Path(folder), ("--steps", "10"), Console(quiet=True)).run()
 
 
+writing = threading.Event()
+write_data = SafetensorsWriter.write_data
+
+
+def write_forever(writer, plan, planner):
+    if writer.target.name == "step-00000006":
+        writing.set()
+        threading.Event().wait(HANG)
+    return write_data(writer, plan, planner)
+
+
+def step_and_die(trainer):
+    result = step(trainer)
+    if trainer.state.step == 7 and writing.wait(HANG):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+
+def train_and_die(*words):
+    """Rank 1 is killed in the first attempt: in step 7, while the checkpoint of step 6 is being written."""
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        SafetensorsWriter.write_data, Trainer.step = write_forever, step_and_die
+    sys.argv = ["octavo", "train", *words]
+    main()
+
+
 @pytest.mark.slow
 def test_torchrun_resumes_a_run_of_which_a_rank_was_killed(settings, go_on, records, tmp_path):
     """Its losses are those of a run without a failure. One process then continues it like two."""
     of_run = {"recipe": "delayed", "save_every": 2, "keep": 2}
     words = [str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]
     (tmp_path / "config.json").write_text(json.dumps(settings(**of_run).to_dict()))
-    run_elastic(tmp_path / "logs", killed_train.train, *words, restarts=1)
+    run_elastic(tmp_path / "logs", train_and_die, *words, restarts=1)
     (log,) = (tmp_path / "logs").glob("*/attempt_1/0/stdout.log")
     assert f"resumed from {tmp_path}/run/step-00000004" in log.read_text()
     run = RunFolder(tmp_path / "run")

@@ -1,26 +1,45 @@
 """Faults that are planted into real runs: each rule finds its own within ten steps, at the layer that has it.
 
-The steps before the planting are clean: the rules are silent there.
+The steps before the planting are clean: the rules are silent there. In a mixture a fault is planted into one expert,
+which the rule names with its layer. Only recipes with scales by row run experts, so nothing of an expert saturates, and
+no scale of one is fixed before.
 """
 
 import argparse
 import ast
 import inspect
+import json
 import math
 import re
 import typing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from early_warning_examples import run_with
 
-RUN = {"mlp_width": 256, "log_every": 100, "evaluate_every": 100, "save_every": 100}
+from octavo.packing import pack
+from octavo.watching import read_watch
+
+pytestmark = pytest.mark.slow
+
+RUN = {"mlp_width": 256, "log_every": 100, "evaluate_every": 100, "save_every": 100, "learning_rate": 1e-3}
+MIXTURE = RUN | {"model": "mixture", "experts": {"count": 4, "top_k": 2}, "batch": 4}
+LAYER, EXPERT = "model.layers.1.mlp.experts", 2
 
 
 def layer(trainer, name):
     return trainer.model.get_submodule(f"model.layers.1.{name}")
+
+
+def gate_and_up(trainer):
+    """Their weights in the MLP, or in the expert."""
+    mlp = layer(trainer, "mlp")
+    if hasattr(mlp, "experts"):
+        return mlp.experts.gate_up_proj.data[EXPERT].chunk(2)
+    return mlp.gate_proj.weight.data, mlp.up_proj.weight.data
 
 
 def amax_jump(trainer):
@@ -33,13 +52,14 @@ def amax_jump_of_gradient(trainer):
 
 def kurtosis_growth(trainer):
     """One column of the input of down is large, for the half of the tokens whose gate is open."""
-    gate, up = (layer(trainer, f"mlp.{name}").weight.data for name in ("gate_proj", "up_proj"))
+    gate, up = gate_and_up(trainer)
     up[0] *= 300
     gate[0] = up[0]
 
 
 def swiglu_alignment(trainer):
-    layer(trainer, "mlp.up_proj").weight.data.copy_(-layer(trainer, "mlp.gate_proj").weight.data)
+    gate, up = gate_and_up(trainer)
+    up.copy_(-gate)
 
 
 def gradient_of(trainer, name, change):
@@ -103,20 +123,7 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def events(begin):
-    """events(recipe, faults, after): those of a run of ten steps more in which the faults are planted after some.
-
-    The run is watched as by default.
-    """
-
-    def run(recipe, faults, after):
-        rate = 1e-2 if faults == [loss_spike] else 1e-3  # a spike comes after a fall
-        return run_with(begin(recipe=recipe, **RUN, steps=after + 10, learning_rate=rate), faults, after)
-
-    return run
-
-
+# The steps after which faults are planted, and those of one run, which is watched as by default.
 GROUPS = [
     (42, [amax_jump, underflow, kurtosis_growth]),
     (53, [swiglu_alignment, underflow_in_dw, amax_jump_of_gradient]),
@@ -127,13 +134,13 @@ GROUPS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "faults"), GROUPS, ids=[" ".join(f.__name__ for f in faults) for _, faults in GROUPS]
 )
-def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(events, after, faults):
-    recipes = {FAULTS[fault][0] for fault in faults}
-    found = events(*recipes, faults, after)
+def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(begin, after, faults):
+    (recipe,) = {FAULTS[fault][0] for fault in faults}
+    rate = {"learning_rate": 1e-2} if faults == [loss_spike] else {}  # a spike comes after a fall
+    found = run_with(begin(recipe=recipe, **RUN | rate, steps=after + 10), faults, after)
     assert min(event.step for event in found) > after, found
     for fault in faults:
         _, name, operand = FAULTS[fault]
@@ -142,10 +149,9 @@ def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(events, after, 
         assert (rule, name, operand) in {(event.rule, event.layer, event.operand) for event in found}, found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_the_rules_are_silent_in_a_clean_run(events, recipe):
-    assert events(recipe, [], 140) == []
+@pytest.mark.parametrize("run", [RUN, RUN | {"recipe": "delayed"}, MIXTURE], ids=["rowwise", "delayed", "mixture"])
+def test_the_rules_are_silent_in_a_clean_run(begin, run):
+    assert run_with(begin(**run, steps=150), [], 0) == []
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +170,11 @@ def learning(begin, code):
 
     def run(recipe, rate, seed=0, faults=()):
         steps = {"steps": 200, "decay_steps": 600, "warmup": 20, "seed": seed}
-        return run_with(begin(recipe=recipe, data=(code,), learning_rate=rate, **RUN | sizes | steps), faults, 60)
+        return run_with(begin(recipe=recipe, data=(code,), **RUN | sizes | steps | {"learning_rate": rate}), faults, 60)
 
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
 def test_a_rate_a_hundred_times_too_high_is_said_while_it_rises(learning, recipe):
     found = learning(recipe, 0.1)
@@ -187,7 +192,6 @@ def harder(trainer):
     trainer.model.model.norm.register_forward_hook(blur)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "rate", "faults", "causes"),
     [
@@ -202,7 +206,6 @@ def test_a_loss_that_stops_falling_is_a_stall_with_its_causes(learning, recipe, 
     assert re.search(f"Causes, the likeliest first: {causes}", stall.message), stall.message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "seed"), [("bf16", 0), ("rowwise", 1), ("delayed", 2)])
 def test_at_the_right_rate_nothing_is_said(learning, recipe, seed):
     assert learning(recipe, 1e-3, seed) == []
@@ -210,3 +213,103 @@ def test_at_the_right_rate_nothing_is_said(learning, recipe, seed):
 
 def test_every_fault_is_planted():
     assert {fault for _, group in GROUPS for fault in group} == FAULTS.keys()
+
+
+# ---- Faults of one expert of a mixture
+
+
+def experts(trainer):
+    return layer(trainer, "mlp.experts")
+
+
+def jump_of_gate_and_up(trainer):
+    gate_and_up(trainer)[1].mul_(50)
+
+
+def jump_of_the_gradient(trainer):
+    """The input of down is so small that the loss stays, and its gradient large."""
+    experts(trainer).down_proj.data[EXPERT] *= 1e4
+    gate_and_up(trainer)[1].mul_(1e-4)
+
+
+def tiny_columns(trainer):
+    """A third of the columns of down are far below the others."""
+    experts(trainer).down_proj.data[EXPERT, :, ::3] *= 1e-8
+
+
+def tiny_tokens(trainer):
+    """Three quarters of the tokens of the expert have tiny weights: each row has a scale, but dw has one exponent."""
+
+    def weigh(module, args):
+        x, index, weight = args
+        few = torch.where(torch.arange(len(x)) % 4 == 0, 1.0, 1e-9)[:, None]
+        return x, index, torch.where(index == EXPERT, few * weight, weight)
+
+    experts(trainer).register_forward_pre_hook(weigh)
+
+
+def zero_down(trainer):
+    experts(trainer).down_proj.data[EXPERT] = 0
+
+
+def infinite_weight(trainer):
+    experts(trainer).gate_up_proj.data[EXPERT, 3, 5] = math.inf
+
+
+def infinite_output(trainer, only_in_fp8=False):
+    def overflow(module, args, y):
+        bad = (args[1] == EXPERT).any(1, keepdim=True)
+        return torch.where(bad, math.inf, y) if module.recipe.quantized or not only_in_fp8 else y
+
+    experts(trainer).register_forward_hook(overflow)
+
+
+# Of each fault, the rule, the place, and the steps after which it is planted: training undoes some faults within steps,
+# as tokens leave the expert, or its matrices change.
+EXPERT_FAULTS = {
+    jump_of_gate_and_up: ("amax_jump", ".down_proj", "x", 49),
+    jump_of_the_gradient: ("amax_jump", ".gate_up_proj", "dy", 49),
+    kurtosis_growth: ("kurtosis_growth", ".down_proj", "x", 42),
+    swiglu_alignment: ("swiglu_alignment", ".gate_up_proj", None, 53),
+    tiny_columns: ("underflow", ".down_proj", "w", 49),
+    tiny_tokens: ("underflow", ".down_proj", "dy", 42),
+    zero_down: ("dead_scale", ".down_proj", "w", 49),
+    infinite_weight: ("non_finite", "", "w", 17),
+    infinite_output: ("non_finite", "", "y", 18),
+}
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS, ids=lambda fault: fault.__name__)
+def test_the_expert_is_named_within_ten_steps(begin, fault):
+    rule, leaf, operand, after = EXPERT_FAULTS[fault]
+    found = run_with(begin(**MIXTURE, steps=after + 10), [fault], after)
+    assert min((event.step for event in found), default=after + 1) > after, found
+    place = rule, f"{LAYER}{leaf}", operand
+    events = [event for event in found if (event.rule, event.layer, event.operand) == place]
+    assert {event.expert for event in events} == {EXPERT}, found
+    assert f"expert {EXPERT}" in events[0].describe()
+
+
+def test_the_layer_moves_to_bf16_and_stays_there(begin, go_on, tmp_path):
+    trainer = begin(**MIXTURE, steps=52, watch={"on_warning": "promote"})
+    found = run_with(trainer, [zero_down], 49)
+    assert experts(trainer).recipe.name == "bf16"
+    assert "promote" in {event.action for event in found if event.expert == EXPERT}
+    actions = json.loads((trainer.run_folder.path / "actions.json").read_text())
+    assert [each["layer"] for each in actions["promotions"]] == [LAYER]
+    layers = {layer.name: layer for layer in read_watch(trainer.run_folder.path).layers}
+    assert layers[f"{LAYER}.down_proj"].formats["x"] == "bf16"
+    assert layers["model.layers.0.mlp.experts.down_proj"].formats["x"] == "e4m3"
+    resumed = go_on(trainer.run_folder.path, "--steps", "54")
+    assert experts(resumed).recipe.name == "bf16"
+    resumed.run()
+    packed = pack(trainer.run_folder.path, tmp_path / "packed", experts=True).packed
+    assert any(".0.block_sparse_moe.experts." in name for name in packed)
+    assert not any(".1.block_sparse_moe.experts." in name for name in packed)
+
+
+def test_a_number_that_is_not_finite_moves_the_layer_too(begin):
+    trainer = begin(**MIXTURE, steps=24, watch={"on_warning": "promote"})
+    (event,) = run_with(trainer, [partial(infinite_output, only_in_fp8=True)], 17)
+    assert (event.rule, event.layer, event.expert, event.action) == ("non_finite", LAYER, EXPERT, "promote")
+    assert trainer.state.step == 24

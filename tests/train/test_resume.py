@@ -145,12 +145,6 @@ def test_fp16_may_be_taken_up_from_another_precision_and_left_again(begin, go_on
 # --- What cannot be resumed
 
 
-@pytest.fixture
-def stopped(begin, tmp_path):
-    begin(recipe="bf16", steps=4).run()
-    return tmp_path / "run"
-
-
 def all_contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -200,11 +194,13 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
 # --- What cannot be started
 
 
-def test_a_run_is_not_started_over_another(stopped, begin):
-    before = all_contents(stopped)
-    with pytest.raises(FileExistsError, match=f"{stopped} is not empty: resume it with --resume {stopped}, or choose"):
+def test_a_run_is_not_started_over_another(begin, tmp_path):
+    run = tmp_path / "run"
+    begin(recipe="bf16", steps=4).run()
+    before = all_contents(run)
+    with pytest.raises(FileExistsError, match=f"{run} is not empty: resume it with --resume {run}, or choose"):
         begin()
-    assert all_contents(stopped) == before
+    assert all_contents(run) == before
 
 
 @pytest.mark.parametrize("leftover", ["config.json", "model/config.json", "notes.txt"])
@@ -312,10 +308,6 @@ def branch(trunk, tmp_path):
     return make
 
 
-def weights(trainer):
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-
-
 def test_a_branch_without_a_change_goes_on_as_its_trunk_did_and_resumes(branch, trunk, go_on, tmp_path, records):
     branch("--out", str(tmp_path / "branch")).run()
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate"):
@@ -331,7 +323,7 @@ def test_a_branch_without_a_change_goes_on_as_its_trunk_did_and_resumes(branch, 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_branch_starts_with_the_weights_moments_and_step_of_the_trunk_in_another_recipe(
-    branch, trunk, tmp_path, recipe
+    branch, trunk, records, tmp_path, recipe
 ):
     trainer = branch("--out", str(tmp_path / "branch"), "--recipe", recipe)
     assert trainer.state.step == 4
@@ -342,14 +334,14 @@ def test_a_branch_starts_with_the_weights_moments_and_step_of_the_trunk_in_anoth
         assert torch.equal(p, saved[name])
         assert torch.equal(trainer.state.optimizer.state[p]["exp_avg"], moments[f"{name}.exp_avg"])
     trainer.run()
-    log = (tmp_path / "branch/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in log if '"learning_rate"' in line] == [5, 6, 7, 8]
+    assert list(records(tmp_path / "branch", "learning_rate")) == [5, 6, 7, 8]
 
 
 def test_a_twin_has_weights_disturbed_once_by_the_given_share(branch, trunk, tmp_path):
     saved = load_file(trunk.checkpoint(4) / "model.safetensors")
     twins = [branch("--out", str(tmp_path / str(i)), "--disturb", "0.002", "--seed", str(i)) for i in (0, 1)]
-    ratios = [torch.cat([(p / saved[name] - 1).flatten() for name, p in weights(twin).items()]) for twin in twins]
+    named = [twin.model.named_parameters() for twin in twins]
+    ratios = [torch.cat([(p.detach() / saved[name] - 1).flatten() for name, p in each]) for each in named]
     for ratio in ratios:
         ratio = ratio[ratio.isfinite()]
         assert 0.0019 < float(ratio.std()) < 0.0021

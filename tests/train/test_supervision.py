@@ -121,8 +121,7 @@ def test_layers_with_faults_are_promoted_and_a_resumed_run_keeps_that(begin, go_
     trainer.run()
     path = trainer.run_folder.path
     assert records(path, "promoted") == {10: {DOWN: "bf16", UP: "e5m2"}}
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    before, after = (line["precision"]["recipes"] for line in lines if "precision" in line)
+    before, after = (precision["recipes"] for precision in records(path, "precision").values())
     assert (list(before), after["bf16"]["layers"]) == (["rowwise"], [DOWN])
     assert records(path, "warnings") == {10: {"saturation_spike": 3, "kurtosis_growth": 1, "underflow": 1}}
     for later in trainer.run_folder.checkpoints()[1:]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from watch_examples import one_layer, tiny_model
+from watch_examples import backward, one_layer, tiny_model
 from watch_oracle import matrix
 
 import octavo
@@ -26,14 +26,12 @@ def blocks_of(model):
 
 
 def step(model, optimizer=None):
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
+    loss = backward(model)
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()
     octavo.scales.update_scales(model)
-    return loss.detach()
+    return loss
 
 
 def sample(model, watch):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from metrics import sqnr
 from torch import Tensor, nn
+from watch_examples import backward, tiny_model
 
 import octavo
-from octavo.models import Mixture, MixtureConfig
 from octavo.nn import Experts, GroupedLinear
 from octavo.observation.operands import EXPERT_ROWS
 from octavo.ops import quantize, quantize_matrices
@@ -17,7 +17,6 @@ from octavo.watching.rules import SampleRules
 from octavo.watching.storage import FULL_SHARE
 
 E, K, HIDDEN, TOKENS = 4, 32, 48, 64
-CONFIG = MixtureConfig(64, 2, 32, 4, 2, 48, 16, experts=4, top_k=2)
 NAMES = ("gate_up_proj", "down_proj")
 
 
@@ -143,26 +142,12 @@ def test_a_grouped_linear_layer_is_watched(recipe):
     assert experts["load"] == pytest.approx((TOKENS - 10) / (TOKENS / 2))
 
 
-def step(model: Mixture) -> torch.Tensor:
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return loss.detach()
-
-
-def mixture() -> Mixture:
-    torch.manual_seed(0)
-    model = Mixture(CONFIG)
-    octavo.convert(model, "rowwise")
-    return model
-
-
 def test_a_run_has_records_of_its_experts_and_the_same_numbers(tmp_path):
-    plain, model = mixture(), mixture()
-    expected = step(plain)
+    plain, model = (tiny_model("mixture", layers=2) for _ in range(2))
+    expected = backward(plain)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with octavo.watch(model, folder=tmp_path, interval=1) as watch:
-        assert torch.equal(step(model), expected)
+        assert torch.equal(backward(model), expected)
         optimizer.step()
         watch.step()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
