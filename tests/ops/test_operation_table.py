@@ -187,6 +187,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=TENSOR)), True),
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(128, 128))), True),
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(16, 16))), False),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)] * 2, ones(1, 1), Cast(granularity=block(64, 64))), False),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)] * 2, ones(1, 1), Cast(granularity=TENSOR)), True),
     ("requantize_norm", lambda: requantize_norm(ones(4, 8), None, ones(4, 1), ones(8), None, ones(4, 1), E4M3), True),
     ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, True), True),
     ("activation_quantize", lambda: activation_scales(ones(3, 8), "gelu", E4M3), True),

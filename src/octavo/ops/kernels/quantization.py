@@ -8,9 +8,13 @@
 
 A relative floor depends on the largest scale of all rows. So a first launch casts the rows without the floor. Each
 program of a second launch then reads all scales, and casts those of its rows again whose scales are below the floor.
+
+One launch serves up to three matrices of a stack. The tiles of the second follow those of the first, and a program
+finds the matrix of its tile.
 """
 
-from itertools import accumulate
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +55,7 @@ def quantize(
     """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.by_row:
-        _rows(x, 0, data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
+        _rows(_part([x]), data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
     elif cast.granularity == TENSOR:
         quantize_tensor(x, data, scale, cast, seed)
     else:
@@ -76,16 +80,71 @@ def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tenso
 def quantize_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor | None, Tensor]:
     """Quantize contiguous matrices with the same number of columns by row, each into its part of one result. Without
     `stored` only their scales, float32, before a relative floor and a power of two."""
-    first, sizes = tensors[0], [x.shape[0] for x in tensors]
-    shape = sum(sizes), first.shape[1]
+    first = tensors[0]
+    shape = sum(x.shape[0] for x in tensors), first.shape[1]
     data = allocate(first, shape, cast.fmt.dtype) if stored else None
     scale = _new_scale(first, shape, cast) if stored else allocate(first, (shape[0], 1), torch.float32)
-    for x, end in zip(tensors, accumulate(sizes), strict=True):
+    for part in _parts(tensors):
         if data is not None:
-            _rows(x, end - x.shape[0], data, scale, cast, None, None, None)
+            _rows(part, data, scale, cast, None, None, None)
         else:
-            _launch_rows(x, end - x.shape[0], None, scale, cast, None, None, None, unrounded=True)
+            _launch_rows(part, None, scale, cast, None, None, None, unrounded=True)
     return data, _as_scale(scale)
+
+
+class Part(NamedTuple):
+    """Matrices of a stack that one launch serves: three of one dtype, None for one that is not there."""
+
+    tensors: tuple[Any, ...]
+    rows: tuple[Any, ...]  # of each
+    first_row: int  # in the stack
+
+    def tiles(self, size: int) -> int:
+        """The number of tiles of so many rows; each is of one matrix."""
+        return sum(cdiv(m, size) for m in self.rows if m is not None)
+
+
+def _part(tensors: list[Tensor], first_row: int = 0) -> Part:
+    missing = (None,) * (3 - len(tensors))
+    return Part((*tensors, *missing), (*(x.shape[0] for x in tensors), *missing), first_row)
+
+
+def _parts(tensors: list[Tensor]) -> Iterator[Part]:
+    first_row, at_once = 0, 3 if all(x.dtype == tensors[0].dtype for x in tensors) else 1
+    for start in range(0, len(tensors), at_once):
+        part = tensors[start : start + at_once]
+        yield _part(part, first_row)
+        first_row += sum(x.shape[0] for x in part)
+
+
+@triton.jit
+def _find(tile, M, second_M, third_M, first_row, BLOCK_M: tl.constexpr):
+    """The matrix that has a tile of rows: its number, rows and first row in the stack. And the tile's number in it."""
+    matrix = tile * 0
+    if second_M is not None:
+        matrix, M, first_row, tile = _after(tile, matrix, M, second_M, first_row, BLOCK_M)
+    if third_M is not None:
+        matrix, M, first_row, tile = _after(tile, matrix, M, third_M, first_row, BLOCK_M)
+    return matrix, M, first_row, tile
+
+
+@triton.jit
+def _after(tile, matrix, M, next_M, first_row, BLOCK_M: tl.constexpr):
+    """The next matrix, if the tile lies behind this one."""
+    tiles = tl.cdiv(M, BLOCK_M)
+    behind = tile >= tiles
+    first_row, M = tl.where(behind, first_row + M, first_row), tl.where(behind, next_M, M)
+    return tl.where(behind, matrix + 1, matrix), M, first_row, tl.where(behind, tile - tiles, tile)
+
+
+@triton.jit
+def _choose(matrix, x_ptr, second_ptr, third_ptr):
+    """A function of its own: PyTorch finds what a kernel writes to, and takes all results of a function for one."""
+    if second_ptr is not None:
+        x_ptr = tl.where(matrix == 1, second_ptr, x_ptr)
+    if third_ptr is not None:
+        x_ptr = tl.where(matrix == 2, third_ptr, x_ptr)
+    return x_ptr
 
 
 def _new_scale(x: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
@@ -97,34 +156,35 @@ def _as_scale(scale: Tensor) -> Tensor:
     return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
 
 
-def _rows(
-    x: Tensor, first_row: int, data: Tensor, scale: Tensor, cast: Cast, *optional: Tensor | None, matrices: int = 1
-) -> None:
-    """Quantize the rows of x into `data` and `scale`, starting at their row `first_row`.
+def _rows(part: Part, data: Tensor, scale: Tensor, cast: Cast, *optional: Tensor | None, matrices: int = 1) -> None:
+    """Quantize the rows of a part of the stack into `data` and `scale`.
 
     `optional` are the column scale, the numbers whose mantissas scale the rows, and the seed.
     """
     if not cast.relative_floor:
-        _launch_rows(x, first_row, data, scale, cast, *optional, unrounded=False)
+        _launch_rows(part, data, scale, cast, *optional, unrounded=False)
         return
     unfloored = allocate(scale, scale.shape)
-    _launch_rows(x, first_row, data, unfloored, cast, *optional, unrounded=True)
-    m, k = x.shape[0] // matrices, x.shape[1]
+    _launch_rows(part, data, unfloored, cast, *optional, unrounded=True)
+    if matrices > 1:
+        part = part._replace(rows=(part.rows[0] // matrices, None, None))
+    k = data.shape[1]
     block_k, _, warps = row_tile(k)
-    rows_per_program = power_of_two_above(max(64, cdiv(m, FLOOR_PROGRAMS)))
-    launcher(_floor_kernel, (cdiv(m, rows_per_program), matrices))(
-        x, data, unfloored, scale, *optional, first_row, m, k, RELATIVE_FLOOR=cast.relative_floor,
-        POWER_OF_TWO=cast.power_of_two, BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
+    rows_per_program = power_of_two_above(max(64, cdiv(max(m or 0 for m in part.rows), FLOOR_PROGRAMS)))
+    launcher(_floor_kernel, (part.tiles(rows_per_program), matrices))(
+        *part.tensors, data, unfloored, scale, *optional, *part.rows, part.first_row, k,
+        RELATIVE_FLOOR=cast.relative_floor, POWER_OF_TWO=cast.power_of_two,
+        BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
     )  # fmt: skip
 
 
 def _launch_rows(
-    x: Tensor, first_row: int, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, unrounded: bool
+    part: Part, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, unrounded: bool
 ) -> None:
-    m, k = x.shape
+    k = part.tensors[0].shape[1]
     block_k, block_m, warps = row_tile(k)
-    launcher(_row_kernel, (cdiv(m, block_m),))(
-        x, data, scale, *optional, first_row, m, k,
+    launcher(_row_kernel, (part.tiles(block_m),))(
+        *part.tensors, data, scale, *optional, *part.rows, part.first_row, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
         E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
@@ -132,11 +192,14 @@ def _launch_rows(
 
 @triton.jit
 def _row_kernel(
-    x_ptr, data_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
+    x_ptr, second_ptr, third_ptr, data_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr,
+    M, second_M, third_M, first_row, K,
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNROUNDED: tl.constexpr, E8M0: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    matrix, M, first_row, tile = _find(tl.program_id(0), M, second_M, third_M, first_row, BLOCK_M)
+    x_ptr = _choose(matrix, x_ptr, second_ptr, third_ptr)
+    offs_m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x = _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m[:, None], offs_k[None, :], offs_m[:, None] < M, K)
@@ -153,20 +216,23 @@ def _row_kernel(
 
 @triton.jit
 def _floor_kernel(
-    x_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
+    x_ptr, second_ptr, third_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr,
+    M, second_M, third_M, first_row, K,
     RELATIVE_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     # The scales are read from `unfloored_ptr` and written to `scale_ptr`: within a program, warps do not wait for each
     # other, so one memory for both would be a race.
+    matrix, M, first_row, tile = _find(tl.program_id(0), M, second_M, third_M, first_row, BLOCK_M)
+    x_ptr = _choose(matrix, x_ptr, second_ptr, third_ptr)
     first_row += tl.program_id(1).to(tl.int64) * M
     x_ptr += tl.program_id(1).to(tl.int64) * M * K
-    largest = tl.zeros((1024,), tl.float32)
-    for start in range(0, M, 1024):
-        offs = start + tl.arange(0, 1024)
+    largest = tl.zeros((4096,), tl.float32)
+    for start in range(0, M, 4096):
+        offs = start + tl.arange(0, 4096)
         scale = tl.load(unfloored_ptr + first_row + offs, offs < M, other=0.0)
         largest = tl.where(scale > largest, scale, largest)  # a NaN is skipped
     floor = tl.max(largest, 0) * RELATIVE_FLOOR
-    start_m = tl.program_id(0).to(tl.int64) * BLOCK_M
+    start_m = tile.to(tl.int64) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     floor = _rounded(floor, POWER_OF_TWO)
     scale = _rounded(tl.load(unfloored_ptr + first_row + offs_m, offs_m < M, other=float("inf")), POWER_OF_TWO)
@@ -474,13 +540,12 @@ _WHOLE = 1 << 30  # a scale of the whole tensor is one of a square block larger 
 
 
 def requantize(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, transposed: bool) -> Tensor:
-    """Same as `requantize_reference`, for contiguous matrices, by row, by tensor or by square blocks of whole tiles."""
+    """Same as `requantize_reference`, for contiguous matrices: by row or tensor, or one by square blocks of tiles."""
     rows, columns = sum(x.shape[0] for x in tensors), tensors[0].shape[1]
     result = allocate(scale, (columns, rows) if transposed else (rows, columns), fmt.dtype)
-    side, first_row = 0 if granularity == ROW else granularity.rows or _WHOLE, 0
-    for x in tensors:
-        _launch_tiles(x, (None, None, None, None), scale, result, first_row, side, transposed=transposed)
-        first_row += x.shape[0]
+    side = 0 if granularity == ROW else granularity.rows or _WHOLE
+    for part in _parts(tensors):
+        _launch_tiles(part, (None, None, None, None), scale, result, side, transposed=transposed)
     return result
 
 
@@ -489,26 +554,27 @@ def requantize_norm(
 ) -> Tensor:
     """Same as `requantize_norm_reference`, for a contiguous x."""
     result = allocate(scale, (x.shape[1], x.shape[0]), fmt.dtype)
-    _launch_tiles(x, (mean, rstd, weight, bias), scale, result, 0, 0, transposed=True)
+    _launch_tiles(_part([x]), (mean, rstd, weight, bias), scale, result, 0, transposed=True)
     return result
 
 
-def _launch_tiles(
-    x: Tensor, norm: Norm, scale: Tensor, result: Tensor, first_row: int, side: int, *, transposed: bool
-) -> None:
-    m, k = x.shape
-    launcher(_requantize_kernel, (cdiv(k, TILE), cdiv(m, TILE)))(
-        x, *norm, scale, result, m, k, first_row, result.shape[1], scale.shape[1],
+def _launch_tiles(part: Part, norm: Norm, scale: Tensor, result: Tensor, side: int, *, transposed: bool) -> None:
+    k = part.tensors[0].shape[1]
+    launcher(_requantize_kernel, (cdiv(k, TILE), part.tiles(TILE)))(
+        *part.tensors, *norm, scale, result, *part.rows, part.first_row, k, result.shape[1], scale.shape[1],
         SIDE=side, TRANSPOSED=transposed, BLOCK_M=TILE, BLOCK_K=TILE, num_warps=2,
     )  # fmt: skip
 
 
 @triton.jit
 def _requantize_kernel(
-    x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, result_ptr, M, K, first_row, total_rows, stride_scale,
+    x_ptr, second_ptr, third_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, result_ptr,
+    M, second_M, third_M, first_row, K, total_rows, stride_scale,
     SIDE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    matrix, M, first_row, tile = _find(tl.program_id(1), M, second_M, third_M, first_row, BLOCK_M)
+    x_ptr = _choose(matrix, x_ptr, second_ptr, third_ptr)
+    offs_m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
@@ -523,7 +589,7 @@ def _requantize_kernel(
         scale = tl.load(scale_ptr + first_row + offs_m, offs_m < M, other=1.0)
     else:  # a tile lies within one square block
         tl.static_assert(SIDE % BLOCK_M == 0 and SIDE % BLOCK_K == 0)
-        block = (tl.program_id(1) * BLOCK_M // SIDE) * stride_scale + tl.program_id(0) * BLOCK_K // SIDE
+        block = (tile * BLOCK_M // SIDE) * stride_scale + tl.program_id(0) * BLOCK_K // SIDE
         scale = tl.load(scale_ptr + block + tl.zeros_like(offs_m))
     q = to_data(x * inverse(scale)[:, None], result_ptr.dtype.element_ty)
     if TRANSPOSED:
