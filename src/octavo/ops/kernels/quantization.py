@@ -13,9 +13,6 @@ One launch serves up to three matrices of a stack. The tiles of the second follo
 finds the matrix of its tile.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -55,7 +52,7 @@ def quantize(
     """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.by_row:
-        _rows(_part([x]), data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
+        _rows(([x], [x.shape[0]], 0), data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
     elif cast.granularity == TENSOR:
         quantize_tensor(x, data, scale, cast, seed)
     else:
@@ -80,11 +77,11 @@ def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tenso
 def quantize_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor | None, Tensor]:
     """Quantize contiguous matrices with the same number of columns by row, each into its part of one result. Without
     `stored` only their scales, float32, before a relative floor and a power of two."""
-    first = tensors[0]
-    shape = sum(x.shape[0] for x in tensors), first.shape[1]
+    first, rows = tensors[0], [x.shape[0] for x in tensors]
+    shape = sum(rows), first.shape[1]
     data = allocate(first, shape, cast.fmt.dtype) if stored else None
     scale = _new_scale(first, shape, cast) if stored else allocate(first, (shape[0], 1), torch.float32)
-    for part in _parts(tensors):
+    for part in _parts(tensors, rows):
         if data is not None:
             _rows(part, data, scale, cast, None, None, None)
         else:
@@ -92,29 +89,20 @@ def quantize_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Ten
     return data, _as_scale(scale)
 
 
-class Part(NamedTuple):
-    """Matrices of a stack that one launch serves: three of one dtype, None for one that is not there."""
-
-    tensors: tuple[Any, ...]
-    rows: tuple[Any, ...]  # of each
-    first_row: int  # in the stack
-
-    def tiles(self, size: int) -> int:
-        """The number of tiles of so many rows; each is of one matrix."""
-        return sum(cdiv(m, size) for m in self.rows if m is not None)
+# Up to three matrices of one dtype, their numbers of rows, and the row of the stack in which the first one begins.
+Part = tuple[list[Tensor], list[int], int]
+MISSING = {1: (None, None), 2: (None,), 3: ()}  # in place of the other matrices, by the number of those that are there
 
 
-def _part(tensors: list[Tensor], first_row: int = 0) -> Part:
-    missing = (None,) * (3 - len(tensors))
-    return Part((*tensors, *missing), (*(x.shape[0] for x in tensors), *missing), first_row)
+def _parts(tensors: list[Tensor], rows: list[int]) -> list[Part]:
+    """The matrices of a stack, as many at a time as one launch serves."""
+    n = 3 if len({x.dtype for x in tensors}) == 1 else 1
+    return [(tensors[i : i + n], rows[i : i + n], sum(rows[:i])) for i in range(0, len(rows), n)]
 
 
-def _parts(tensors: list[Tensor]) -> Iterator[Part]:
-    first_row, at_once = 0, 3 if all(x.dtype == tensors[0].dtype for x in tensors) else 1
-    for start in range(0, len(tensors), at_once):
-        part = tensors[start : start + at_once]
-        yield _part(part, first_row)
-        first_row += sum(x.shape[0] for x in part)
+def _tiles(rows: list[int], size: int) -> int:
+    """The number of tiles of `size` rows, each of one matrix."""
+    return sum([cdiv(m, size) for m in rows])
 
 
 @triton.jit
@@ -166,13 +154,13 @@ def _rows(part: Part, data: Tensor, scale: Tensor, cast: Cast, *optional: Tensor
         return
     unfloored = allocate(scale, scale.shape)
     _launch_rows(part, data, unfloored, cast, *optional, unrounded=True)
-    if matrices > 1:
-        part = part._replace(rows=(part.rows[0] // matrices, None, None))
+    tensors, rows, first_row = part
+    rows, missing = [m // matrices for m in rows], MISSING[len(rows)]
     k = data.shape[1]
     block_k, _, warps = row_tile(k)
-    rows_per_program = power_of_two_above(max(64, cdiv(max(m or 0 for m in part.rows), FLOOR_PROGRAMS)))
-    launcher(_floor_kernel, (part.tiles(rows_per_program), matrices))(
-        *part.tensors, data, unfloored, scale, *optional, *part.rows, part.first_row, k,
+    rows_per_program = power_of_two_above(max(64, cdiv(max(rows), FLOOR_PROGRAMS)))
+    launcher(_floor_kernel, (_tiles(rows, rows_per_program), matrices))(
+        *tensors, *missing, data, unfloored, scale, *optional, *rows, *missing, first_row, k,
         RELATIVE_FLOOR=cast.relative_floor, POWER_OF_TWO=cast.power_of_two,
         BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
     )  # fmt: skip
@@ -181,10 +169,11 @@ def _rows(part: Part, data: Tensor, scale: Tensor, cast: Cast, *optional: Tensor
 def _launch_rows(
     part: Part, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, unrounded: bool
 ) -> None:
-    k = part.tensors[0].shape[1]
+    tensors, rows, first_row = part
+    missing, k = MISSING[len(rows)], tensors[0].shape[1]
     block_k, block_m, warps = row_tile(k)
-    launcher(_row_kernel, (part.tiles(block_m),))(
-        *part.tensors, data, scale, *optional, *part.rows, part.first_row, k,
+    launcher(_row_kernel, (_tiles(rows, block_m),))(
+        *tensors, *missing, data, scale, *optional, *rows, *missing, first_row, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
         E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
@@ -541,10 +530,11 @@ _WHOLE = 1 << 30  # a scale of the whole tensor is one of a square block larger 
 
 def requantize(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, transposed: bool) -> Tensor:
     """Same as `requantize_reference`, for contiguous matrices: by row or tensor, or one by square blocks of tiles."""
-    rows, columns = sum(x.shape[0] for x in tensors), tensors[0].shape[1]
-    result = allocate(scale, (columns, rows) if transposed else (rows, columns), fmt.dtype)
+    rows, columns = [x.shape[0] for x in tensors], tensors[0].shape[1]
+    total = sum(rows)
+    result = allocate(scale, (columns, total) if transposed else (total, columns), fmt.dtype)
     side = 0 if granularity == ROW else granularity.rows or _WHOLE
-    for part in _parts(tensors):
+    for part in _parts(tensors, rows):
         _launch_tiles(part, (None, None, None, None), scale, result, side, transposed=transposed)
     return result
 
@@ -554,14 +544,15 @@ def requantize_norm(
 ) -> Tensor:
     """Same as `requantize_norm_reference`, for a contiguous x."""
     result = allocate(scale, (x.shape[1], x.shape[0]), fmt.dtype)
-    _launch_tiles(_part([x]), (mean, rstd, weight, bias), scale, result, 0, transposed=True)
+    _launch_tiles(([x], [x.shape[0]], 0), (mean, rstd, weight, bias), scale, result, 0, transposed=True)
     return result
 
 
 def _launch_tiles(part: Part, norm: Norm, scale: Tensor, result: Tensor, side: int, *, transposed: bool) -> None:
-    k = part.tensors[0].shape[1]
-    launcher(_requantize_kernel, (cdiv(k, TILE), part.tiles(TILE)))(
-        *part.tensors, *norm, scale, result, *part.rows, part.first_row, k, result.shape[1], scale.shape[1],
+    tensors, rows, first_row = part
+    missing, k = MISSING[len(rows)], tensors[0].shape[1]
+    launcher(_requantize_kernel, (cdiv(k, TILE), _tiles(rows, TILE)))(
+        *tensors, *missing, *norm, scale, result, *rows, *missing, first_row, k, result.shape[1], scale.shape[1],
         SIDE=side, TRANSPOSED=transposed, BLOCK_M=TILE, BLOCK_K=TILE, num_warps=2,
     )  # fmt: skip
 
