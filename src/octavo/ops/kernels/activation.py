@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
-from octavo.ops.kernels.device_math import add, amax_bits, inverse, scale_from_amax, sum_columns, to_data
+from octavo.ops.kernels.device_math import add, amax_bits, inverse, mantissa, scale_from_amax, sum_columns, to_data
 from octavo.ops.launching import allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 
@@ -45,7 +45,7 @@ def activation_backward(
     kind: str,
     cast: Cast,
     column_scale: Tensor,
-    row_scale: Tensor,
+    mantissa_of: Tensor,
     h_cast: Cast,
     h_scale: Tensor,
     biased: bool,
@@ -59,7 +59,7 @@ def activation_backward(
     block_f = _block_f(f, MAX_BLOCK_F)
     warps = min(32, 2 * _warps(f, block_f)) if kind == "geglu" else _warps(f, block_f)
     launcher(_backward_kernel, (m,))(
-        dh, u, column_scale, group, row_scale, h_scale, data, scale, h_data, f,
+        dh, u, column_scale, group, mantissa_of, h_scale, data, scale, h_data, f,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, **_formula(kind),
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def _store_activation(u_ptr, data_ptr, m, inv, F, GATED: tl.constexpr, GELU: tl.
 
 @triton.jit
 def _backward_kernel(
-    dh_ptr, u_ptr, column_scale_ptr, group_ptr, row_scale_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, F,
+    dh_ptr, u_ptr, column_scale_ptr, group_ptr, mantissa_of_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, F,
     FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def _backward_kernel(
         offs = tl.arange(0, BLOCK_F)[None, :]
         d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
         _store_h(h * inv_h, h_data_ptr, m, offs, F)
-        d0, d1, bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+        d0, d1, bits = _scaled(d0, d1, column_scale_ptr, mantissa_of_ptr, m, offs, F, GATED)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     else:
@@ -156,13 +156,13 @@ def _backward_kernel(
             offs = start + tl.arange(0, BLOCK_F)[None, :]
             d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
             _store_h(h * inv_h, h_data_ptr, m, offs, F)
-            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, mantissa_of_ptr, m, offs, F, GATED)
             bits = tl.maximum(bits, block_bits)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
             d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
-            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, mantissa_of_ptr, m, offs, F, GATED)
             _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     tl.store(scale_ptr + m + tl.arange(0, 1), scale)
 
@@ -173,9 +173,9 @@ def _store_h(scaled, h_data_ptr, m, offs, F):
 
 
 @triton.jit
-def _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED: tl.constexpr):
+def _scaled(d0, d1, column_scale_ptr, mantissa_of_ptr, m, offs, F, GATED: tl.constexpr):
     """The gradients multiplied by their factors, and the bits of their amax."""
-    factor = tl.load(row_scale_ptr + m)
+    factor = mantissa(tl.load(mantissa_of_ptr + m))
     d0 = d0 * tl.load(column_scale_ptr + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
     bits = amax_bits(d0, 1)
     if GATED:
