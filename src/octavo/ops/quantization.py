@@ -338,7 +338,7 @@ def _check_norm(x: Tensor, *rest: Any) -> None:
 
 def _shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
     """[sum of M_i, K], the shape of the stacked matrix."""
-    return sum(x.shape[0] for x in tensors), tensors[0].shape[1]
+    return sum([x.shape[0] for x in tensors]), tensors[0].shape[1]
 
 
 def _like_again(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, *rest: Any) -> Tensor:

@@ -69,8 +69,7 @@ def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tenso
         rows = x if place is None else F.pad(x, (0, 0, 0, 1))[place]
         return quantize(rows.t().contiguous(), cast, None, None, seed)
     data, scale = allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
-    by_column = quantize_columns if whole and m > LONGEST_COLUMN else quantize_groups_transposed
-    by_column(x.contiguous(), data, scale, cast, seed, place)
+    quantize_groups_transposed(x.contiguous(), data, scale, cast, seed, place)
     return data, _as_scale(scale)
 
 
@@ -82,10 +81,7 @@ def quantize_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Ten
     data = allocate(first, shape, cast.fmt.dtype) if stored else None
     scale = _new_scale(first, shape, cast) if stored else allocate(first, (shape[0], 1), torch.float32)
     for part in _parts(tensors, rows):
-        if data is not None:
-            _rows(part, data, scale, cast, None, None, None)
-        else:
-            _launch_rows(part, None, scale, cast, None, None, None, unrounded=True)
+        _rows(part, data, scale, cast, None, None, None)
     return data, _as_scale(scale)
 
 
@@ -102,7 +98,7 @@ def _parts(tensors: list[Tensor], rows: list[int]) -> list[Part]:
 
 def _tiles(rows: list[int], size: int) -> int:
     """The number of tiles of `size` rows, each of one matrix."""
-    return sum([cdiv(m, size) for m in rows])
+    return sum([-(-m // size) for m in rows])  # as `cdiv`
 
 
 @triton.jit
@@ -144,39 +140,31 @@ def _as_scale(scale: Tensor) -> Tensor:
     return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
 
 
-def _rows(part: Part, data: Tensor, scale: Tensor, cast: Cast, *optional: Tensor | None, matrices: int = 1) -> None:
-    """Quantize the rows of a part of the stack into `data` and `scale`.
+def _rows(
+    part: Part, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, matrices: int = 1
+) -> None:
+    """Quantize the rows of a part of the stack into `data` and `scale`; without `data`, into `scale` before a relative
+    floor and a power of two.
 
     `optional` are the column scale, the numbers whose mantissas scale the rows, and the seed.
     """
-    if not cast.relative_floor:
-        _launch_rows(part, data, scale, cast, *optional, unrounded=False)
-        return
-    unfloored = allocate(scale, scale.shape)
-    _launch_rows(part, data, unfloored, cast, *optional, unrounded=True)
-    tensors, rows, first_row = part
-    rows, missing = [m // matrices for m in rows], MISSING[len(rows)]
-    k = data.shape[1]
-    block_k, _, warps = row_tile(k)
-    rows_per_program = power_of_two_above(max(64, cdiv(max(rows), FLOOR_PROGRAMS)))
-    launcher(_floor_kernel, (_tiles(rows, rows_per_program), matrices))(
-        *tensors, *missing, data, unfloored, scale, *optional, *rows, *missing, first_row, k,
-        RELATIVE_FLOOR=cast.relative_floor, POWER_OF_TWO=cast.power_of_two,
-        BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
-    )  # fmt: skip
-
-
-def _launch_rows(
-    part: Part, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, unrounded: bool
-) -> None:
-    tensors, rows, first_row = part
-    missing, k = MISSING[len(rows)], tensors[0].shape[1]
+    (tensors, rows, first_row), floored = part, data is not None and cast.relative_floor > 0
+    unrounded, missing, k = floored or data is None, MISSING[len(rows)], tensors[0].shape[1]
+    unfloored = allocate(scale, scale.shape) if floored else scale
     block_k, block_m, warps = row_tile(k)
     launcher(_row_kernel, (_tiles(rows, block_m),))(
-        *tensors, *missing, data, scale, *optional, *rows, *missing, first_row, k,
+        *tensors, *missing, data, unfloored, *optional, *rows, *missing, first_row, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
         E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
+    if floored:
+        rows = [m // matrices for m in rows]
+        rows_per_program = power_of_two_above(max(64, cdiv(max(rows), FLOOR_PROGRAMS)))
+        launcher(_floor_kernel, (_tiles(rows, rows_per_program), matrices))(
+            *tensors, *missing, data, unfloored, scale, *optional, *rows, *missing, first_row, k,
+            RELATIVE_FLOOR=cast.relative_floor, POWER_OF_TWO=cast.power_of_two,
+            BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -257,6 +245,7 @@ def _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m, offs_k, mask_m, K):
 
 TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that also transposes
 LONGEST_COLUMN = 512  # that such a program holds beside enough other columns to read whole lines of memory
+STRIP = 256  # rows of a program that finds the amax of columns
 
 
 def quantize_blocks(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
@@ -293,21 +282,30 @@ def _block_kernel(
 def quantize_groups_transposed(
     x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
 ) -> None:
-    """Quantize the transpose of a contiguous x [M, K] in groups along M: data [K, M], scale [K, M / group]."""
+    """Quantize the transpose of a contiguous x [M, K] in groups along M, or by row: data [K, M], scale [K, groups].
+
+    Long columns take two launches: the first computes the amax of each, and the second one tile in a program.
+    """
     k, m = data.shape
-    group_size = cast.granularity.cols or m
-    block_m = power_of_two_above(group_size)
+    bits, group_size = None, cast.granularity.cols or m
+    block_m, warps = power_of_two_above(group_size), TRANSPOSED_WARPS
     block_k = max(1, TRANSPOSED_BLOCK // block_m)
-    launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
-        x, data, scale, seed, place, m, k, group_size,
+    if cast.by_row and m > LONGEST_COLUMN:
+        bits = x.new_zeros(k, dtype=torch.int32)
+        launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
+            x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
+        )
+        group_size, block_m, block_k, warps = 128, 128, 64, 4
+    launcher(_group_transposed_kernel, (cdiv(k, block_k), cdiv(m, group_size)))(
+        x, data, scale, bits, seed, place, m, k, group_size,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=TRANSPOSED_WARPS,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
 
 
 @triton.jit
 def _group_transposed_kernel(
-    x_ptr, data_ptr, scale_ptr, seed_ptr, place_ptr, M, K, group_size,
+    x_ptr, data_ptr, scale_ptr, bits_ptr, seed_ptr, place_ptr, M, K, group_size,
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -316,9 +314,18 @@ def _group_transposed_kernel(
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_m = (offs_m < M) & (inner_m < group_size)
     x = _load_placed(x_ptr, place_ptr, offs_m, mask_m, offs_k, K)
-    scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
-    _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, mask_m, offs_k, M, K)
-    store_scale(scale_ptr + offs_k * tl.num_programs(1) + tl.program_id(1), scale, offs_k < K, E8M0)
+    mask_scale, place_scale = offs_k < K, offs_k * tl.num_programs(1) + tl.program_id(1)
+    if bits_ptr is None:
+        bits = amax_bits(x, 0)
+    else:  # those of whole columns
+        bits = tl.load(bits_ptr + offs_k, offs_k < K, other=0)
+        mask_scale, place_scale = mask_scale & (tl.program_id(1) == 0), offs_k
+    scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
+    index = offs_k[None, :] * M + offs_m[:, None]
+    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
+    mask = mask_m[:, None] & (offs_k < K)[None, :]
+    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
+    store_scale(scale_ptr + place_scale, scale, mask_scale, E8M0)
 
 
 @triton.jit
@@ -333,37 +340,6 @@ def _load_placed(x_ptr, place_ptr, offs_m, mask_m, offs_k, K):
 
 
 @triton.jit
-def _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, mask_m, offs_k, M, K):
-    """Store a tile of x [M, K] in data [K, M], divided by the scales of its columns and rounded."""
-    index = offs_k[None, :] * M + offs_m[:, None]
-    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
-    mask = mask_m[:, None] & (offs_k < K)[None, :]
-    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
-
-
-# ---- Quantization of long columns, transposed, in two launches: the amax of each column, then one tile a program.
-
-
-STRIP = 256  # rows of a program that finds the amax of columns
-
-
-def quantize_columns(
-    x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
-) -> None:
-    """Quantize the transpose of a contiguous x [M, K] by row: data [K, M], scale [K, 1]."""
-    k, m = data.shape
-    bits = x.new_zeros(k, dtype=torch.int32)
-    launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
-        x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
-    )
-    launcher(_column_kernel, (cdiv(k, 64), cdiv(m, 128)))(
-        x, data, scale, bits, seed, place, m, k,
-        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=128, BLOCK_K=64, num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit
 def _column_amax_kernel(
     x_ptr, bits_ptr, place_ptr, M, K, STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):
@@ -374,20 +350,6 @@ def _column_amax_kernel(
         x = _load_placed(x_ptr, place_ptr, offs_m, offs_m < M, offs_k, K)
         largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     tl.atomic_max(bits_ptr + offs_k, tl.max(largest, 0), offs_k < K)
-
-
-@triton.jit
-def _column_kernel(
-    x_ptr, data_ptr, scale_ptr, bits_ptr, seed_ptr, place_ptr, M, K,
-    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    x = _load_placed(x_ptr, place_ptr, offs_m, offs_m < M, offs_k, K)
-    scale = scale_from_amax(tl.load(bits_ptr + offs_k, offs_k < K, other=0), FORMAT_MAX, POWER_OF_TWO)
-    _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, offs_m < M, offs_k, M, K)
-    store_scale(scale_ptr + offs_k, scale, (offs_k < K) & (tl.program_id(1) == 0), E8M0)
 
 
 # ---- Quantization by a scale of the whole tensor: its own, or one known beforehand.
