@@ -80,7 +80,6 @@ class Operation(Generic[Result]):
         self._mutated = {i: name for i, (name, _) in enumerate(names) if name in mutates}
         tensors = [i for i, (_, kind) in enumerate(names) if kind in (Tensor, Tensor | None)]
         self._packed = [i for i in tensors if runs and names[i][0] not in (*strided, *mutates)]
-        self._written = [(i, name) for i, name in self._mutated.items() if self.kernels]
         names = [(name, str if kind in READERS else kind) for name, kind in names]
         names += [("after", Tensor | None)] * after
 
@@ -150,8 +149,8 @@ class Operation(Generic[Result]):
         """The arguments of the function, which takes them. A kernel writes to contiguous tensors only."""
         given = self._read(args)
         self.check(*given)
-        for i, name in self._written:
-            if not args[i].is_contiguous():
+        for i, name in self._mutated.items():
+            if self.kernels and not args[i].is_contiguous():
                 raise ValueError(f"{self.name} writes to {name}, which must be contiguous: call .contiguous() before")
         return given
 

@@ -90,9 +90,7 @@ def _block_f(f: int, longest: int) -> int:
 
 
 def _warps(f: int, block_f: int) -> int:
-    alone = (
-        block_f // 2 < f <= block_f == MAX_BLOCK_F
-    )  # it needs so many registers that only one program fits a multiprocessor
+    alone = block_f // 2 < f <= block_f == MAX_BLOCK_F  # by its registers, one program fits a multiprocessor
     return 32 if alone else max(4, block_f // 1024)
 
 

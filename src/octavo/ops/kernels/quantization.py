@@ -13,6 +13,8 @@ One launch serves up to three matrices of a stack. The tiles of the second follo
 finds the matrix of its tile.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -52,7 +54,7 @@ def quantize(
     """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.by_row:
-        _rows(([x], [x.shape[0]], 0), data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
+        _rows([x], [x.shape[0]], 0, data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
     elif cast.granularity == TENSOR:
         quantize_tensor(x, data, scale, cast, seed)
     else:
@@ -81,24 +83,17 @@ def quantize_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Ten
     data = allocate(first, shape, cast.fmt.dtype) if stored else None
     scale = _new_scale(first, shape, cast) if stored else allocate(first, (shape[0], 1), torch.float32)
     for part in _parts(tensors, rows):
-        _rows(part, data, scale, cast, None, None, None)
+        _rows(*part, data, scale, cast, None, None, None)
     return data, _as_scale(scale)
 
 
-# Up to three matrices of one dtype, their numbers of rows, and the row of the stack in which the first one begins.
-Part = tuple[list[Tensor], list[int], int]
 MISSING = {1: (None, None), 2: (None,), 3: ()}  # in place of the other matrices, by the number of those that are there
 
 
-def _parts(tensors: list[Tensor], rows: list[int]) -> list[Part]:
-    """The matrices of a stack, as many at a time as one launch serves."""
+def _parts(tensors: list[Tensor], rows: list[int]) -> list[tuple[list[Tensor], list[int], int]]:
+    """The matrices that one launch serves, up to three of one dtype, their rows, and the rows before them."""
     n = 3 if len({x.dtype for x in tensors}) == 1 else 1
     return [(tensors[i : i + n], rows[i : i + n], sum(rows[:i])) for i in range(0, len(rows), n)]
-
-
-def _tiles(rows: list[int], size: int) -> int:
-    """The number of tiles of `size` rows, each of one matrix."""
-    return sum([-(-m // size) for m in rows])  # as `cdiv`
 
 
 @triton.jit
@@ -141,18 +136,18 @@ def _as_scale(scale: Tensor) -> Tensor:
 
 
 def _rows(
-    part: Part, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, matrices: int = 1
-) -> None:
-    """Quantize the rows of a part of the stack into `data` and `scale`; without `data`, into `scale` before a relative
-    floor and a power of two.
+    tensors: list[Tensor], rows: list[int], first_row: int, data: Tensor | None, scale: Tensor, cast: Cast,
+    *optional: Tensor | None, matrices: int = 1,
+) -> None:  # fmt: skip
+    """Quantize a part of the stack into `data` and `scale`; without `data` its scales are those of `row_scales`.
 
     `optional` are the column scale, the numbers whose mantissas scale the rows, and the seed.
     """
-    (tensors, rows, first_row), floored = part, data is not None and cast.relative_floor > 0
-    unrounded, missing, k = floored or data is None, MISSING[len(rows)], tensors[0].shape[1]
+    floored, missing, k = data is not None and cast.relative_floor > 0, MISSING[len(rows)], tensors[0].shape[1]
+    unrounded = floored or data is None
     unfloored = allocate(scale, scale.shape) if floored else scale
     block_k, block_m, warps = row_tile(k)
-    launcher(_row_kernel, (_tiles(rows, block_m),))(
+    launcher(_row_kernel, (sum([cdiv(m, block_m) for m in rows]),))(
         *tensors, *missing, data, unfloored, *optional, *rows, *missing, first_row, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
         E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
@@ -160,7 +155,7 @@ def _rows(
     if floored:
         rows = [m // matrices for m in rows]
         rows_per_program = power_of_two_above(max(64, cdiv(max(rows), FLOOR_PROGRAMS)))
-        launcher(_floor_kernel, (_tiles(rows, rows_per_program), matrices))(
+        launcher(_floor_kernel, (sum([cdiv(m, rows_per_program) for m in rows]), matrices))(
             *tensors, *missing, data, unfloored, scale, *optional, *rows, *missing, first_row, k,
             RELATIVE_FLOOR=cast.relative_floor, POWER_OF_TWO=cast.power_of_two,
             BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
@@ -450,7 +445,7 @@ def _stochastic(x, noise, dtype: tl.constexpr):
     magnitude = tl.abs(x)
     shift = grid_shift(magnitude, dtype)
     sum_of_both = _fma_toward_zero(noise, shift * 2.0**-55, magnitude)  # the spacing is shift * 2^-23
-    return with_sign(_add_toward_zero(sum_of_both, shift) - shift, x)
+    return with_sign(_fma_toward_zero(sum_of_both, 1.0, shift) - shift, x)
 
 
 @triton.jit
@@ -469,11 +464,6 @@ def _mix(h):
 
 
 @triton.jit
-def _add_toward_zero(x, y):
-    return tl.inline_asm_elementwise("add.rz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def _fma_toward_zero(x, y, z):
     """x * y + z, rounded once."""
     return tl.inline_asm_elementwise(
@@ -486,7 +476,6 @@ def _fma_toward_zero(x, y, z):
 
 
 TILE = 64  # rows and columns
-Norm = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # mean, rstd, weight and bias of a norm
 _WHOLE = 1 << 30  # a scale of the whole tensor is one of a square block larger than any tensor
 
 
@@ -497,7 +486,7 @@ def requantize(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: G
     result = allocate(scale, (columns, total) if transposed else (total, columns), fmt.dtype)
     side = 0 if granularity == ROW else granularity.rows or _WHOLE
     for part in _parts(tensors, rows):
-        _launch_tiles(part, (None, None, None, None), scale, result, side, transposed=transposed)
+        _launch_tiles(*part, None, None, None, None, scale, result, side=side, transposed=transposed)
     return result
 
 
@@ -506,15 +495,17 @@ def requantize_norm(
 ) -> Tensor:
     """Same as `requantize_norm_reference`, for a contiguous x."""
     result = allocate(scale, (x.shape[1], x.shape[0]), fmt.dtype)
-    _launch_tiles(([x], [x.shape[0]], 0), (mean, rstd, weight, bias), scale, result, 0, transposed=True)
+    _launch_tiles([x], [x.shape[0]], 0, mean, rstd, weight, bias, scale, result, side=0, transposed=True)
     return result
 
 
-def _launch_tiles(part: Part, norm: Norm, scale: Tensor, result: Tensor, side: int, *, transposed: bool) -> None:
-    tensors, rows, first_row = part
-    missing, k = MISSING[len(rows)], tensors[0].shape[1]
-    launcher(_requantize_kernel, (cdiv(k, TILE), _tiles(rows, TILE)))(
-        *tensors, *missing, *norm, scale, result, *rows, *missing, first_row, k, result.shape[1], scale.shape[1],
+def _launch_tiles(
+    tensors: list[Tensor], rows: list[int], first_row: int, *given: Any, side: int, transposed: bool
+) -> None:
+    """`given` are the mean, rstd, weight and bias of a norm, the scale and the result."""
+    missing, k, (scale, result) = MISSING[len(rows)], tensors[0].shape[1], given[4:]
+    launcher(_requantize_kernel, (cdiv(k, TILE), sum([cdiv(m, TILE) for m in rows])))(
+        *tensors, *missing, *given, *rows, *missing, first_row, k, result.shape[1], scale.shape[1],
         SIDE=side, TRANSPOSED=transposed, BLOCK_M=TILE, BLOCK_K=TILE, num_warps=2,
     )  # fmt: skip
 
