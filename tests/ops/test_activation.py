@@ -25,7 +25,7 @@ E4M3 = Cast()
 
 def backward(dh, u, kind, cast=E4M3, h_cast=E4M3, *, biased=False, **scales):
     """`activation_backward` after its forward; factors that are not given are ones."""
-    ones = {"column_scale": torch.ones(1, u.shape[1]), "row_scale": torch.ones(u.shape[0], 1)}
+    ones = {"column_scale": torch.ones(1, u.shape[1]), "mantissa_of": torch.ones(u.shape[0], 1)}
     h_scale = activation_quantize(u, kind, h_cast).scale
     return activation_backward(dh, u, kind, cast, **ones | scales, h_cast=h_cast, h_scale=h_scale, biased=biased)
 
@@ -50,10 +50,10 @@ def test_forward(cast, shape, dtype, kind):
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 @pytest.mark.parametrize("cast", CASTS, ids=name_of)
 def test_backward(cast, shape, dtype, kind, biased):
-    u, dh, column_scale, row_scale = given(kind, shape, dtype)
-    actual = backward(dh, u, kind, cast, column_scale=column_scale, row_scale=row_scale, biased=biased)
+    u, dh, column_scale, mantissa_of = given(kind, shape, dtype)
+    actual = backward(dh, u, kind, cast, column_scale=column_scale, mantissa_of=mantissa_of, biased=biased)
     du, size = gradient64(dh, u, kind), NEAR * gradient_magnitude(dh, u, kind)
-    factor = column_scale.double() * row_scale.double()
+    factor = column_scale.double() * torch.frexp(mantissa_of.double())[0] * 2  # of torch from 0.5 to 1
     assert_rounds_to(actual.du, du * factor, size * factor, cast)
     assert (actual.dbias.dtype, actual.dbias.shape) == (torch.float32, du.shape[1:] if biased else (0,))
     if biased:
@@ -84,12 +84,12 @@ def test_the_bytes_are_made_again_on_the_border_of_two_codes(kind):
 
 def test_factors_multiply_the_gradient_before_its_amax_is_taken():
     """The factor makes one column the largest, which then decides the scale."""
-    u, dh = torch.full((1, 4), 20.0), torch.ones(1, 4)
-    factors = {"column_scale": torch.tensor([[1.0, 2.0, 896.0, 4.0]]), "row_scale": torch.full((1, 1), 0.5)}
+    u, dh = torch.full((1, 4), 20.0), torch.full((1, 4), 0.5)
+    factors = {"column_scale": torch.tensor([[1.0, 2.0, 896.0, 4.0]]), "mantissa_of": torch.full((1, 1), 3.0)}
     lines = torch.cat((torch.ones(1, 4), factors["column_scale"]))
     for given_factors in (factors, factors | {"column_scale": lines, "group": torch.ones(1, dtype=torch.int32)}):
         du = backward(dh, u, "gelu", **given_factors).du
-        assert torch.equal(du.scale, torch.ones(1, 1))
+        assert torch.equal(du.scale, torch.full((1, 1), 1.5))
         assert torch.equal(du.data.float(), torch.tensor([[0.5, 1.0, 448.0, 2.0]]))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, ones
+from torch._higher_order_ops import triton_kernel_wrap
 
 from octavo.numerics import ROW, TENSOR, Cast, block, group
 from octavo.ops.launching import Cache, Operands, Turn
@@ -123,7 +124,10 @@ def calls_of_training() -> Iterator[Call]:
     for s_w in (None, ones(4096, 1)):
         yield "transposition", "fold_scales", (row, row, s_w, None)
     yield "transposition", "fold_scales", (row, row, ones(8, 4096, 1), torch.zeros(8, dtype=torch.int32))
-    yield "quantization", "requantize", ([rows(4096)], row, Cast().fmt, ROW, True)
+    for count in (1, 2, 3):
+        stack = [rows(4096)] * count
+        yield "quantization", "quantize_stack", (stack, Cast(relative_floor=2**-8), True)
+        yield "quantization", "requantize", (stack, ones(count * M, 1), Cast().fmt, ROW, True)
     yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
@@ -302,3 +306,28 @@ def test_the_copy_engine_loads_and_stores_the_tiles_of_dw(fast, formats, monkeyp
         assert "cp.async.bulk.tensor.2d.shared" in text
         assert "cp.async.bulk.tensor.3d.global" in text
         assert ("add.f32" in text) is not fast  # of products to promoted sums
+
+
+def test_pytorch_finds_that_the_matrices_of_a_stack_are_only_read(monkeypatch):
+    """Compiled code would copy what a kernel may write to."""
+    kernel, _ = compiled_for(90, "quantization", monkeypatch)
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")  # torch 2.13, torch 2.11
+    find = next(getattr(triton_kernel_wrap, name) for name in names if hasattr(triton_kernel_wrap, name))
+    found = {}
+
+    def launcher(launched: Any, grid: Any) -> Any:
+        def analyse(*args: Any, **constants: Any) -> None:
+            given = dict(zip(launched.arg_names, args, strict=False)) | constants
+            accesses = find(launched, {name: given[name] for name in launched.arg_names}, {})
+            written = accesses if isinstance(accesses, list) else accesses.read_writes.writes
+            found[launched.fn.__name__] = {getattr(each, "name", each) for each in written}
+
+        return analyse
+
+    monkeypatch.setattr(kernel, "launcher", launcher)
+    kernel.quantize_stack([rows(64)] * 3, Cast(relative_floor=0.5), True)
+    kernel.requantize([rows(64)] * 3, ones(3 * M, 1), Cast().fmt, ROW, True)
+    of_quantization = {"data_ptr", "scale_ptr"}
+    assert found == {
+        "_row_kernel": of_quantization, "_floor_kernel": of_quantization, "_requantize_kernel": {"result_ptr"},
+    }  # fmt: skip

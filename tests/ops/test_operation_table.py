@@ -143,7 +143,7 @@ def calls_of(shape: tuple[int, int], cast: Cast) -> Iterator[tuple[str, object]]
     yield "gather_quantize", lambda: gather_quantize(x, cast, row_scale=row)
     yield "norm_quantize", lambda: norm_quantize(x, x, k, k, EPS, cast, center=True)
     yield "activation_quantize", lambda: activation_quantize(torch.cat((x, x), 1), "swiglu", cast)
-    factors = {"column_scale": column, "row_scale": row, "h_scale": row}
+    factors = {"column_scale": column, "mantissa_of": row, "h_scale": row}
     yield "activation_backward", lambda: activation_backward(x, x, "gelu", cast, h_cast=cast, biased=True, **factors)
 
 
@@ -187,6 +187,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=TENSOR)), True),
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(128, 128))), True),
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(16, 16))), False),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)] * 2, ones(1, 1), Cast(granularity=block(64, 64))), False),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)] * 2, ones(1, 1), Cast(granularity=TENSOR)), True),
     ("requantize_norm", lambda: requantize_norm(ones(4, 8), None, ones(4, 1), ones(8), None, ones(4, 1), E4M3), True),
     ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, True), True),
     ("activation_quantize", lambda: activation_scales(ones(3, 8), "gelu", E4M3), True),
@@ -244,7 +246,7 @@ def test_kernels_get_contiguous_tensors(calls):
     norm_quantize(x, x, k, k, EPS, E4M3, center=True)
     norm_backward(x, x, k, row, row, x, True)
     u, column = torch.randn(140, 5).t(), ones(1, 1).expand(1, 140)
-    factors = {"column_scale": column, "row_scale": row, "h_scale": row}
+    factors = {"column_scale": column, "mantissa_of": row, "h_scale": row}
     activation_backward(x, u, "swiglu", E4M3, h_cast=E4M3, biased=True, **factors)
     quantize_stack([x, x], E4M3)
     quantize_transposed(x.contiguous(), E4M3, zeros(6, dtype=INT)[::2])
@@ -280,7 +282,7 @@ def test_casts_that_fused_kernels_do_not_do_are_refused(cast):
     rows = zeros(3, 1, dtype=INT)
     with pytest.raises(ValueError, match="combine_backward " + ROWS):
         combine_backward(x, x, rows, cast, slot=rows[:, 0], column_scale=x, group=rows[:, 0], row_scale=row)
-    factors = {"column_scale": ones(1, 6), "row_scale": row, "h_scale": row}
+    factors = {"column_scale": ones(1, 6), "mantissa_of": row, "h_scale": row}
     with pytest.raises(ValueError, match="activation_backward " + ROWS):
         activation_backward(x, x, "gelu", E4M3, h_cast=cast, biased=False, **factors)
 

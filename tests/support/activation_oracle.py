@@ -16,11 +16,11 @@ UNDERFLOW = 2e-35  # the error of the reference's sigmoid where the true one is 
 
 @cache
 def given(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """u, dh, column_scale and row_scale for h of this shape. Cached: no test writes into them."""
+    """u, dh, and column_scale and mantissa_of for h of this shape. Cached: no test writes into them."""
     m, f = shape
     u = matrix((m, f * WIDTHS[kind]), dtype)
     dh = (torch.randn(m, f) * torch.exp2(torch.randint(-20, 5, (m, 1)))).to(dtype)
-    return u, dh, torch.rand(1, u.shape[1]) + 0.01, 1 + torch.rand(m, 1)
+    return u, dh, torch.rand(1, u.shape[1]) + 0.01, (1 + torch.rand(m, 1)) * torch.exp2(torch.randint(-9, 9, (m, 1)))
 
 
 # Gates beyond which exp2 exceeds float32 or is subnormal: below -13.2, exp(-u^2 / 2) is, and below -14.4 it is zero.

@@ -70,12 +70,12 @@ def quantizing(x: Tensor, casts: Sequence[Cast]) -> Iterator[Example]:
         yield "fold_scales", (row, row.exp2(), s_w, None)
     for cast in (Cast(), Cast("e5m2", relative_floor=0.25)):
         for stored in (True, False):
-            yield "quantize_stack", ([x, x[: m // 2]], cast.spec, stored)
-    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3", "row", False, None)
+            yield "quantize_stack", ([x, x[: m // 2], x[m // 3 :], x], cast.spec, stored)
+    yield "requantize", ([x] * 3, row.repeat(3, 1), "e4m3", "row", False, None)
     for fmt, by in product(("e4m3", "e5m2"), (TENSOR, block(128, 128), block(16, 16))):
         scale = torch.rand(by.scale_shape((m, k))) + 0.1
         yield "requantize", ([x], scale, fmt, by.name, True, row)
-    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3", "row", True, row)
+    yield "requantize", ([x] * 4, row.repeat(4, 1), "e4m3", "row", True, row)
     for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
         for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
             yield "transpose", (quantize(x, Cast(fmt)).data, shift, place, x)

@@ -223,7 +223,7 @@ class _Experts(torch.autograd.Function):
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
         du, h_q, _ = ops.activation_backward(
             dh, u, "swiglu", recipe.dy,
-            column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=False,
+            column_scale=s_in.squeeze(2), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h, biased=False,
             group=groups.expert,
         )  # fmt: skip
         observe_group(

@@ -45,7 +45,6 @@ from octavo.nn.module_tools import Adapter, differentiable_once
 from octavo.nn.observer import observe_dy, observe_xw
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
-from octavo.numerics.scaling import scale_mantissa
 
 # ---- Low-rank adapters around frozen layers (LoRA), in the passes of the layers.
 #
@@ -530,7 +529,7 @@ def _activation_backward(
     add(dh, dread, None if a is None else a.t())  # [T,R] @ [F,R]^T
     du, h_q, db = ops.activation_backward(
         dh, u, ctx.activation, recipe.dy,
-        column_scale=s_in.t(), row_scale=scale_mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=any(ctx.inner_bias),
+        column_scale=s_in.t(), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h, biased=any(ctx.inner_bias),
     )  # fmt: skip
     kind = f"{ctx.activation}_gradient"
     observe_dy(call.observer, [dh, u], sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)

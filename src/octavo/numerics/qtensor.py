@@ -40,21 +40,23 @@ class QTensor:
     def __post_init__(self) -> None:
         if torch.compiler.is_dynamo_compiling():  # to trace the checks for each tensor of a model takes seconds
             return
-        if not isinstance(self.format, Format) or not isinstance(self.granularity, Granularity):
-            kinds = f"{self.format!r} and {self.granularity!r}"
+        data, scale, fmt, granularity = self.data, self.scale, self.format, self.granularity
+        if not isinstance(fmt, Format) or not isinstance(granularity, Granularity):
+            kinds = f"{fmt!r} and {granularity!r}"
             raise TypeError(f"a QTensor takes a Format and a Granularity, got {kinds}: call octavo.quantize")
-        if self.data.dtype != self.format.dtype:
-            raise TypeError(f"{self.format.name} data must be {self.format.dtype}, got {self.data.dtype}")
-        if self.scale.dtype not in SCALE_DTYPES:
-            raise TypeError(f"a scale must be float32 or float8_e8m0fnu, got {self.scale.dtype}")
-        required = self.granularity.scale_shape(self.data.shape)
-        if self.scale.shape != required:
+        if data.dtype != fmt.dtype:
+            raise TypeError(f"{fmt.name} data must be {fmt.dtype}, got {data.dtype}")
+        if scale.dtype not in SCALE_DTYPES:
+            raise TypeError(f"a scale must be float32 or float8_e8m0fnu, got {scale.dtype}")
+        shape = data.shape
+        required = granularity.scale_shape(shape)
+        if scale.shape != required:
             raise ValueError(
-                f"{self.granularity.name} scales of data {list(self.data.shape)} must have shape {list(required)}, "
-                f"got {list(self.scale.shape)}"
+                f"{granularity.name} scales of data {list(shape)} must have shape {list(required)}, "
+                f"got {list(scale.shape)}"
             )
-        if self.scale.device != self.data.device:
-            where = f"data is on {self.data.device} and its scale on {self.scale.device}"
+        if scale.device != data.device:
+            where = f"data is on {data.device} and its scale on {scale.device}"
             raise ValueError(f"{where}: move one to the other")
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, Cast, QTensor
+from octavo.numerics.scaling import scale_mantissa
 from octavo.ops.launching import quantizes_rows, runs_fused
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_row_cast, check_tensor, operation
@@ -82,16 +83,16 @@ def activation_backward_reference(
     kind: str,
     cast: Cast,
     column_scale: Tensor,
-    row_scale: Tensor,
+    mantissa_of: Tensor,
     h_cast: Cast,
     h_scale: Tensor,
     biased: bool,
     group: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Data and scale of du * column_scale * row_scale, the data of h as in forward, and the sum of the rows of du."""
+    """Data and scale of du times its factors, the data of h as in forward, and the sum of the rows of du."""
     du, h = activation_gradient(dh, u, kind)
     column_scale = column_scale if group is None else column_scale[group]
-    data, scale = quantize_reference(du, cast, column_scale, row_scale, None)
+    data, scale = quantize_reference(du, cast, column_scale, scale_mantissa(mantissa_of), None)
     h_data = cast_to(h * (1 / h_scale), h_cast.fmt)
     return data, scale, h_data, du.sum(0) if biased else du.new_empty(0)
 
@@ -162,7 +163,7 @@ def activation_backward(
     cast: Cast,
     *,
     column_scale: Tensor,
-    row_scale: Tensor,
+    mantissa_of: Tensor,
     h_cast: Cast,
     h_scale: Tensor,
     biased: bool,
@@ -172,8 +173,8 @@ def activation_backward(
 
     Args:
         dh, u, cast: dh [M, F], u, and the cast of its gradient, as in `activation_quantize`.
-        column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first. With
-            `group`, column_scale is [E, columns of u].
+        column_scale: float32 [1, columns of u], multiplied into that gradient first; with `group` [E, columns of u].
+        mantissa_of: float32 [M, 1], whose mantissas are multiplied into its rows after that, as in `quantize`.
         h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed
             again from these instead of being saved.
         biased: also return the gradient of a bias in u, float32 [columns of u]: the sum of the rows of du, before du is
@@ -183,7 +184,7 @@ def activation_backward(
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
     data, scale, h_data, dbias = _activation_backward(
-        dh, u, kind, cast.spec, column_scale, row_scale, h_cast.spec, h_scale, biased, group
+        dh, u, kind, cast.spec, column_scale, mantissa_of, h_cast.spec, h_scale, biased, group
     )
     return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), dbias)
 
@@ -200,7 +201,7 @@ def _check(u: Tensor, kind: str, scale: Tensor | None = None, *rest: Any) -> Non
 
 
 def _check_backward(
-    dh: Tensor, u: Tensor, kind: str, cast: Cast, column_scale: Tensor, row_scale: Tensor, *rest: Any
+    dh: Tensor, u: Tensor, kind: str, cast: Cast, column_scale: Tensor, mantissa_of: Tensor, *rest: Any
 ) -> None:
     _, h_scale, _, group = rest
     _check(u, kind)
@@ -209,7 +210,7 @@ def _check_backward(
     check_tensor("group", group, (m,), torch.int32)
     lines = 1 if group is None else column_scale.shape[0]
     check_tensor("column_scale", column_scale, (lines, columns), torch.float32)
-    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
+    check_tensor("mantissa_of", mantissa_of, (m, 1), torch.float32)
     check_tensor("h_scale", h_scale, (m, 1), torch.float32)
 
 

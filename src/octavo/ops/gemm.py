@@ -131,11 +131,11 @@ def _wide(data: Tensor, scale: Tensor, by: Granularity) -> Tensor:
 
 
 def _check(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any) -> None:
-    a, b = operands.a, operands.b
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
-    check_tensor("bias", bias, (b.shape[0],), *FLOATS)
-    check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
+    a, b = operands.a.shape, operands.b.shape
+    if len(a) != 2 or len(b) != 2 or a[1] != b[1]:
+        raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a)} and {list(b)}")
+    check_tensor("bias", bias, (b[0],), *FLOATS)
+    check_tensor("residual", residual, (a[0], b[0]), out_dtype)
 
 
 def _like(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any) -> Tensor:

@@ -90,19 +90,20 @@ def _read(args: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
     kinds: list[Any] = []
     values: list[Any] = []
     for arg in args:
-        value = arg
-        if type(arg) is int:
-            kinds.append(_kind_of(arg))
-        elif arg is None:
+        if arg is None:
             kinds.append(None)
+            values.append(None)
+        elif type(arg) is int:
+            kinds.append(_kind_of(arg))
+            values.append(arg)
         else:
-            value = arg.data_ptr()
-            kinds.append(arg.dtype if value % 16 == 0 else (arg.dtype,))
+            address = arg.data_ptr()
+            kinds.append((arg.dtype,) if address % 16 else arg.dtype)
+            values.append(address)
             if arg.get_device() != device:
                 raise ValueError(
                     f"the tensors of an operation must be on one device, got cuda:{device} and {arg.device}"
                 )
-        values.append(value)
     return kinds, values
 
 

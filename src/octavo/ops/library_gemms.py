@@ -62,7 +62,8 @@ def scaled_mm_cublaslt(
 
 def _pad(data: Tensor, scale: Tensor, granularity: Granularity, rows: int, cols: int) -> tuple[Tensor, Tensor]:
     """Pad to multiples of `rows` and `cols` with zero bytes; the scales of added blocks are 1."""
-    below, right = -data.shape[0] % rows, -data.shape[1] % cols
+    m, k = data.shape
+    below, right = -m % rows, -k % cols
     if not (below or right):
         return data.contiguous(), scale
     data = F.pad(data.view(torch.uint8), (0, right, 0, below)).view(data.dtype)

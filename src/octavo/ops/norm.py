@@ -118,18 +118,19 @@ def norm_quantize_inference(
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any) -> None:
     check_matrix("a norm", x)
-    check_tensor("residual", residual, tuple(x.shape), *FLOATS)
-    check_tensor("weight", weight, (x.shape[1],), *FLOATS)
-    check_tensor("bias", bias, (x.shape[1],), *FLOATS)
+    shape = x.shape
+    check_tensor("residual", residual, shape, *FLOATS)
+    check_tensor("weight", weight, (shape[1],), *FLOATS)
+    check_tensor("bias", bias, (shape[1],), *FLOATS)
 
 
 def _check_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> None:
     _check(x, residual, weight, None)
-    check_tensor("dn", dn, tuple(x.shape), *FLOATS)
-    check_tensor("mean", mean, (x.shape[0], 1), torch.float32)
-    check_tensor("rstd", rstd, (x.shape[0], 1), torch.float32)
+    check_tensor("dn", dn, x.shape, *FLOATS)
+    for name, t in (("mean", mean), ("rstd", rstd)):
+        check_tensor(name, t, (x.shape[0], 1), torch.float32)
 
 
 def _like(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -338,7 +338,7 @@ def _check_norm(x: Tensor, *rest: Any) -> None:
 
 def _shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
     """[sum of M_i, K], the shape of the stacked matrix."""
-    return sum(x.shape[0] for x in tensors), tensors[0].shape[1]
+    return sum([x.shape[0] for x in tensors]), tensors[0].shape[1]
 
 
 def _like_again(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, *rest: Any) -> Tensor:
@@ -347,9 +347,9 @@ def _like_again(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, *rest: An
 
 
 def _requantizes(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, *rest: Any) -> bool:
-    """By row, by tensor, or by square blocks of whole tiles."""
-    square = granularity.transposes and (granularity.rows or TILE) % TILE == 0
-    return (granularity == ROW or square) and converts(scale, fmt.name)
+    """By row, by tensor, or one by square blocks of whole tiles."""
+    square = granularity.transposes and len(tensors) == 1 and (granularity.rows or TILE) % TILE == 0
+    return (granularity in (ROW, TENSOR) or square) and converts(scale, fmt.name)
 
 
 _requantize = operation(check=_check_scales, like=_like_again, runs=_requantizes, after=True)(requantize_reference)

@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 from torch.compiler import config as compiler_config
@@ -156,8 +158,9 @@ class Operation(Generic[Result]):
         """The arguments of the function, which takes them. A kernel writes to contiguous tensors only."""
         given = self._read(args)
         self.check(*given)
-        if strided := [name for i, name in self._mutated.items() if self.kernels and not args[i].is_contiguous()]:
-            raise ValueError(f"{self.name} writes to {strided[0]}, which must be contiguous: call .contiguous() before")
+        for i, name in self._mutated.items():
+            if self.kernels and not args[i].is_contiguous():
+                raise ValueError(f"{self.name} writes to {name}, which must be contiguous: call .contiguous() before")
         return given
 
     def _read(self, args: tuple[Any, ...]) -> list[Any]:
@@ -191,9 +194,9 @@ def _is_plain(values: tuple[Any, ...]) -> bool:
     numbers and are of no subclass, and none gets a gradient.
     """
     return (
-        not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
+        not _len_torch_dispatch_stack()
+        and peek_interpreter_stack() is None
+        and _get_tracing_state() is None
         and PLAIN.issuperset(map(type, values))
         and not values[0].is_meta
         and not (torch.is_grad_enabled() and any(type(value) in TENSORS and value.requires_grad for value in values))

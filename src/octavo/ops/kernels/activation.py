@@ -18,6 +18,7 @@ from octavo.ops.kernels.device_math import (
     amax_bits,
     inverse,
     magnitude_bits,
+    mantissa,
     scale_from_amax,
     sum_columns,
     to_data,
@@ -53,7 +54,7 @@ def activation_backward(
     kind: str,
     cast: Cast,
     column_scale: Tensor,
-    row_scale: Tensor,
+    mantissa_of: Tensor,
     h_cast: Cast,
     h_scale: Tensor,
     biased: bool,
@@ -67,7 +68,7 @@ def activation_backward(
     block_f = _block_f(f, MAX_BLOCK_F)
     warps = min(32, 2 * _warps(f, block_f)) if kind == "geglu" else _warps(f, block_f)
     launcher(_backward_kernel, (m,))(
-        dh, u, column_scale, group, row_scale, h_scale, data, scale, h_data, f,
+        dh, u, column_scale, group, mantissa_of, h_scale, data, scale, h_data, f,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, **_formula(kind),
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip
@@ -98,9 +99,7 @@ def _block_f(f: int, longest: int) -> int:
 
 
 def _warps(f: int, block_f: int) -> int:
-    alone = (
-        block_f // 2 < f <= block_f == MAX_BLOCK_F
-    )  # it needs so many registers that only one program fits a multiprocessor
+    alone = block_f // 2 < f <= block_f == MAX_BLOCK_F  # by its registers, one program fits a multiprocessor
     return 32 if alone else max(4, block_f // 1024)
 
 
@@ -143,14 +142,14 @@ def _store_activation(u_ptr, data_ptr, m, inv, F, GATED: tl.constexpr, GELU: tl.
 
 @triton.jit
 def _backward_kernel(
-    dh_ptr, u_ptr, column_scale_ptr, group_ptr, row_scale_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, F,
+    dh_ptr, u_ptr, column_scale_ptr, group_ptr, mantissa_of_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, F,
     FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     if group_ptr is not None:
         column_scale_ptr += tl.load(group_ptr + m).to(tl.int64) * F * (2 if GATED else 1)
-    factor = tl.load(row_scale_ptr + m)
+    factor = mantissa(tl.load(mantissa_of_ptr + m))
     inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
     if ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]

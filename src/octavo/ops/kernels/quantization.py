@@ -8,9 +8,12 @@
 
 A relative floor depends on the largest scale of all rows. So a first launch casts the rows without the floor. Each
 program of a second launch then reads all scales, and casts those of its rows again whose scales are below the floor.
+
+One launch serves up to three matrices of a stack. The tiles of the second follow those of the first, and a program
+finds the matrix of its tile.
 """
 
-from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +54,7 @@ def quantize(
     """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.by_row:
-        _rows(x, 0, data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
+        _rows([x], [x.shape[0]], 0, data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
     elif cast.granularity == TENSOR:
         quantize_tensor(x, data, scale, cast, seed)
     else:
@@ -68,24 +71,59 @@ def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tenso
         rows = x if place is None else F.pad(x, (0, 0, 0, 1))[place]
         return quantize(rows.t().contiguous(), cast, None, None, seed)
     data, scale = allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
-    by_column = quantize_columns if whole and m > LONGEST_COLUMN else quantize_groups_transposed
-    by_column(x.contiguous(), data, scale, cast, seed, place)
+    quantize_groups_transposed(x.contiguous(), data, scale, cast, seed, place)
     return data, _as_scale(scale)
 
 
 def quantize_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor | None, Tensor]:
     """Quantize contiguous matrices with the same number of columns by row, each into its part of one result. Without
     `stored` only their scales, float32, before a relative floor and a power of two."""
-    first, sizes = tensors[0], [x.shape[0] for x in tensors]
-    shape = sum(sizes), first.shape[1]
+    first, rows = tensors[0], [x.shape[0] for x in tensors]
+    shape = sum(rows), first.shape[1]
     data = allocate(first, shape, cast.fmt.dtype) if stored else None
     scale = _new_scale(first, shape, cast) if stored else allocate(first, (shape[0], 1), torch.float32)
-    for x, end in zip(tensors, accumulate(sizes), strict=True):
-        if data is not None:
-            _rows(x, end - x.shape[0], data, scale, cast, None, None, None)
-        else:
-            _launch_rows(x, end - x.shape[0], None, scale, cast, None, None, None, unrounded=True)
+    for part in _parts(tensors, rows):
+        _rows(*part, data, scale, cast, None, None, None)
     return data, _as_scale(scale)
+
+
+MISSING = {1: (None, None), 2: (None,), 3: ()}  # in place of the other matrices, by the number of those that are there
+
+
+def _parts(tensors: list[Tensor], rows: list[int]) -> list[tuple[list[Tensor], list[int], int]]:
+    """The matrices that one launch serves, up to three of one dtype, their rows, and the rows before them."""
+    n = 3 if len({x.dtype for x in tensors}) == 1 else 1
+    return [(tensors[i : i + n], rows[i : i + n], sum(rows[:i])) for i in range(0, len(rows), n)]
+
+
+@triton.jit
+def _find(tile, M, second_M, third_M, first_row, BLOCK_M: tl.constexpr):
+    """The matrix that has a tile of rows: its number, rows and first row in the stack. And the tile's number in it."""
+    matrix = tile * 0
+    if second_M is not None:
+        matrix, M, first_row, tile = _after(tile, matrix, M, second_M, first_row, BLOCK_M)
+    if third_M is not None:
+        matrix, M, first_row, tile = _after(tile, matrix, M, third_M, first_row, BLOCK_M)
+    return matrix, M, first_row, tile
+
+
+@triton.jit
+def _after(tile, matrix, M, next_M, first_row, BLOCK_M: tl.constexpr):
+    """The next matrix, if the tile lies behind this one."""
+    tiles = tl.cdiv(M, BLOCK_M)
+    behind = tile >= tiles
+    first_row, M = tl.where(behind, first_row + M, first_row), tl.where(behind, next_M, M)
+    return tl.where(behind, matrix + 1, matrix), M, first_row, tl.where(behind, tile - tiles, tile)
+
+
+@triton.jit
+def _choose(matrix, x_ptr, second_ptr, third_ptr):
+    """A function of its own: PyTorch finds what a kernel writes to, and takes all results of a function for one."""
+    if second_ptr is not None:
+        x_ptr = tl.where(matrix == 1, second_ptr, x_ptr)
+    if third_ptr is not None:
+        x_ptr = tl.where(matrix == 2, third_ptr, x_ptr)
+    return x_ptr
 
 
 def _new_scale(x: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
@@ -98,45 +136,42 @@ def _as_scale(scale: Tensor) -> Tensor:
 
 
 def _rows(
-    x: Tensor, first_row: int, data: Tensor, scale: Tensor, cast: Cast, *optional: Tensor | None, matrices: int = 1
-) -> None:
-    """Quantize the rows of x into `data` and `scale`, starting at their row `first_row`.
+    tensors: list[Tensor], rows: list[int], first_row: int, data: Tensor | None, scale: Tensor, cast: Cast,
+    *optional: Tensor | None, matrices: int = 1,
+) -> None:  # fmt: skip
+    """Quantize a part of the stack into `data` and `scale`; without `data` its scales are those of `row_scales`.
 
     `optional` are the column scale, the numbers whose mantissas scale the rows, and the seed.
     """
-    if not cast.relative_floor:
-        _launch_rows(x, first_row, data, scale, cast, *optional, unrounded=False)
-        return
-    unfloored = allocate(scale, scale.shape)
-    _launch_rows(x, first_row, data, unfloored, cast, *optional, unrounded=True)
-    m, k = x.shape[0] // matrices, x.shape[1]
-    block_k, _, warps = row_tile(k)
-    rows_per_program = power_of_two_above(max(64, cdiv(m, FLOOR_PROGRAMS)))
-    launcher(_floor_kernel, (cdiv(m, rows_per_program), matrices))(
-        x, data, unfloored, scale, *optional, first_row, m, k, RELATIVE_FLOOR=cast.relative_floor,
-        POWER_OF_TWO=cast.power_of_two, BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
-    )  # fmt: skip
-
-
-def _launch_rows(
-    x: Tensor, first_row: int, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, unrounded: bool
-) -> None:
-    m, k = x.shape
+    floored, missing, k = data is not None and cast.relative_floor > 0, MISSING[len(rows)], tensors[0].shape[1]
+    unrounded = floored or data is None
+    unfloored = allocate(scale, scale.shape) if floored else scale
     block_k, block_m, warps = row_tile(k)
-    launcher(_row_kernel, (cdiv(m, block_m),))(
-        x, data, scale, *optional, first_row, m, k,
+    launcher(_row_kernel, (sum([cdiv(m, block_m) for m in rows]),))(
+        *tensors, *missing, data, unfloored, *optional, *rows, *missing, first_row, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
         E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
+    if floored:
+        rows = [m // matrices for m in rows]
+        rows_per_program = power_of_two_above(max(64, cdiv(max(rows), FLOOR_PROGRAMS)))
+        launcher(_floor_kernel, (sum([cdiv(m, rows_per_program) for m in rows]), matrices))(
+            *tensors, *missing, data, unfloored, scale, *optional, *rows, *missing, first_row, k,
+            RELATIVE_FLOOR=cast.relative_floor, POWER_OF_TWO=cast.power_of_two,
+            BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
+        )  # fmt: skip
 
 
 @triton.jit
 def _row_kernel(
-    x_ptr, data_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
+    x_ptr, second_ptr, third_ptr, data_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr,
+    M, second_M, third_M, first_row, K,
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNROUNDED: tl.constexpr, E8M0: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    matrix, M, first_row, tile = _find(tl.program_id(0), M, second_M, third_M, first_row, BLOCK_M)
+    x_ptr = _choose(matrix, x_ptr, second_ptr, third_ptr)
+    offs_m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x = _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m[:, None], offs_k[None, :], offs_m[:, None] < M, K)
@@ -153,20 +188,23 @@ def _row_kernel(
 
 @triton.jit
 def _floor_kernel(
-    x_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
+    x_ptr, second_ptr, third_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr,
+    M, second_M, third_M, first_row, K,
     RELATIVE_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     # The scales are read from `unfloored_ptr` and written to `scale_ptr`: within a program, warps do not wait for each
     # other, so one memory for both would be a race.
+    matrix, M, first_row, tile = _find(tl.program_id(0), M, second_M, third_M, first_row, BLOCK_M)
+    x_ptr = _choose(matrix, x_ptr, second_ptr, third_ptr)
     first_row += tl.program_id(1).to(tl.int64) * M
     x_ptr += tl.program_id(1).to(tl.int64) * M * K
-    largest = tl.zeros((1024,), tl.float32)
-    for start in range(0, M, 1024):
-        offs = start + tl.arange(0, 1024)
+    largest = tl.zeros((4096,), tl.float32)
+    for start in range(0, M, 4096):
+        offs = start + tl.arange(0, 4096)
         scale = tl.load(unfloored_ptr + first_row + offs, offs < M, other=0.0)
         largest = tl.where(scale > largest, scale, largest)  # a NaN is skipped
     floor = tl.max(largest, 0) * RELATIVE_FLOOR
-    start_m = tl.program_id(0).to(tl.int64) * BLOCK_M
+    start_m = tile.to(tl.int64) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     floor = _rounded(floor, POWER_OF_TWO)
     scale = _rounded(tl.load(unfloored_ptr + first_row + offs_m, offs_m < M, other=float("inf")), POWER_OF_TWO)
@@ -202,6 +240,7 @@ def _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m, offs_k, mask_m, K):
 
 TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that also transposes
 LONGEST_COLUMN = 512  # that such a program holds beside enough other columns to read whole lines of memory
+STRIP = 256  # rows of a program that finds the amax of columns
 
 
 def quantize_blocks(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
@@ -238,21 +277,30 @@ def _block_kernel(
 def quantize_groups_transposed(
     x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
 ) -> None:
-    """Quantize the transpose of a contiguous x [M, K] in groups along M: data [K, M], scale [K, M / group]."""
+    """Quantize the transpose of a contiguous x [M, K] in groups along M, or by row: data [K, M], scale [K, groups].
+
+    Long columns take two launches: the first computes the amax of each, and the second one tile in a program.
+    """
     k, m = data.shape
-    group_size = cast.granularity.cols or m
-    block_m = power_of_two_above(group_size)
+    bits, group_size = None, cast.granularity.cols or m
+    block_m, warps = power_of_two_above(group_size), TRANSPOSED_WARPS
     block_k = max(1, TRANSPOSED_BLOCK // block_m)
-    launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
-        x, data, scale, seed, place, m, k, group_size,
+    if cast.by_row and m > LONGEST_COLUMN:
+        bits = x.new_zeros(k, dtype=torch.int32)
+        launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
+            x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
+        )
+        group_size, block_m, block_k, warps = 128, 128, 64, 4
+    launcher(_group_transposed_kernel, (cdiv(k, block_k), cdiv(m, group_size)))(
+        x, data, scale, bits, seed, place, m, k, group_size,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=TRANSPOSED_WARPS,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
 
 
 @triton.jit
 def _group_transposed_kernel(
-    x_ptr, data_ptr, scale_ptr, seed_ptr, place_ptr, M, K, group_size,
+    x_ptr, data_ptr, scale_ptr, bits_ptr, seed_ptr, place_ptr, M, K, group_size,
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -261,9 +309,18 @@ def _group_transposed_kernel(
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_m = (offs_m < M) & (inner_m < group_size)
     x = _load_placed(x_ptr, place_ptr, offs_m, mask_m, offs_k, K)
-    scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
-    _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, mask_m, offs_k, M, K)
-    store_scale(scale_ptr + offs_k * tl.num_programs(1) + tl.program_id(1), scale, offs_k < K, E8M0)
+    mask_scale, place_scale = offs_k < K, offs_k * tl.num_programs(1) + tl.program_id(1)
+    if bits_ptr is None:
+        bits = amax_bits(x, 0)
+    else:  # those of whole columns
+        bits = tl.load(bits_ptr + offs_k, offs_k < K, other=0)
+        mask_scale, place_scale = mask_scale & (tl.program_id(1) == 0), offs_k
+    scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
+    index = offs_k[None, :] * M + offs_m[:, None]
+    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
+    mask = mask_m[:, None] & (offs_k < K)[None, :]
+    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
+    store_scale(scale_ptr + place_scale, scale, mask_scale, E8M0)
 
 
 @triton.jit
@@ -278,37 +335,6 @@ def _load_placed(x_ptr, place_ptr, offs_m, mask_m, offs_k, K):
 
 
 @triton.jit
-def _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, mask_m, offs_k, M, K):
-    """Store a tile of x [M, K] in data [K, M], divided by the scales of its columns and rounded."""
-    index = offs_k[None, :] * M + offs_m[:, None]
-    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
-    mask = mask_m[:, None] & (offs_k < K)[None, :]
-    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
-
-
-# ---- Quantization of long columns, transposed, in two launches: the amax of each column, then one tile a program.
-
-
-STRIP = 256  # rows of a program that finds the amax of columns
-
-
-def quantize_columns(
-    x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
-) -> None:
-    """Quantize the transpose of a contiguous x [M, K] by row: data [K, M], scale [K, 1]."""
-    k, m = data.shape
-    bits = x.new_zeros(k, dtype=torch.int32)
-    launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
-        x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
-    )
-    launcher(_column_kernel, (cdiv(k, 64), cdiv(m, 128)))(
-        x, data, scale, bits, seed, place, m, k,
-        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=128, BLOCK_K=64, num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit
 def _column_amax_kernel(
     x_ptr, bits_ptr, place_ptr, M, K, STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):
@@ -319,20 +345,6 @@ def _column_amax_kernel(
         x = _load_placed(x_ptr, place_ptr, offs_m, offs_m < M, offs_k, K)
         largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     tl.atomic_max(bits_ptr + offs_k, tl.max(largest, 0), offs_k < K)
-
-
-@triton.jit
-def _column_kernel(
-    x_ptr, data_ptr, scale_ptr, bits_ptr, seed_ptr, place_ptr, M, K,
-    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    x = _load_placed(x_ptr, place_ptr, offs_m, offs_m < M, offs_k, K)
-    scale = scale_from_amax(tl.load(bits_ptr + offs_k, offs_k < K, other=0), FORMAT_MAX, POWER_OF_TWO)
-    _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, offs_m < M, offs_k, M, K)
-    store_scale(scale_ptr + offs_k, scale, (offs_k < K) & (tl.program_id(1) == 0), E8M0)
 
 
 # ---- Quantization by a scale of the whole tensor: its own, or one known beforehand.
@@ -433,7 +445,7 @@ def _stochastic(x, noise, dtype: tl.constexpr):
     magnitude = tl.abs(x)
     shift = grid_shift(magnitude, dtype)
     sum_of_both = _fma_toward_zero(noise, shift * 2.0**-55, magnitude)  # the spacing is shift * 2^-23
-    return with_sign(_add_toward_zero(sum_of_both, shift) - shift, x)
+    return with_sign(_fma_toward_zero(sum_of_both, 1.0, shift) - shift, x)
 
 
 @triton.jit
@@ -452,11 +464,6 @@ def _mix(h):
 
 
 @triton.jit
-def _add_toward_zero(x, y):
-    return tl.inline_asm_elementwise("add.rz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def _fma_toward_zero(x, y, z):
     """x * y + z, rounded once."""
     return tl.inline_asm_elementwise(
@@ -469,18 +476,17 @@ def _fma_toward_zero(x, y, z):
 
 
 TILE = 64  # rows and columns
-Norm = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # mean, rstd, weight and bias of a norm
 _WHOLE = 1 << 30  # a scale of the whole tensor is one of a square block larger than any tensor
 
 
 def requantize(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, transposed: bool) -> Tensor:
-    """Same as `requantize_reference`, for contiguous matrices, by row, by tensor or by square blocks of whole tiles."""
-    rows, columns = sum(x.shape[0] for x in tensors), tensors[0].shape[1]
-    result = allocate(scale, (columns, rows) if transposed else (rows, columns), fmt.dtype)
-    side, first_row = 0 if granularity == ROW else granularity.rows or _WHOLE, 0
-    for x in tensors:
-        _launch_tiles(x, (None, None, None, None), scale, result, first_row, side, transposed=transposed)
-        first_row += x.shape[0]
+    """Same as `requantize_reference`, for contiguous matrices: by row or tensor, or one by square blocks of tiles."""
+    rows, columns = [x.shape[0] for x in tensors], tensors[0].shape[1]
+    total = sum(rows)
+    result = allocate(scale, (columns, total) if transposed else (total, columns), fmt.dtype)
+    side = 0 if granularity == ROW else granularity.rows or _WHOLE
+    for part in _parts(tensors, rows):
+        _launch_tiles(*part, None, None, None, None, scale, result, side=side, transposed=transposed)
     return result
 
 
@@ -489,26 +495,30 @@ def requantize_norm(
 ) -> Tensor:
     """Same as `requantize_norm_reference`, for a contiguous x."""
     result = allocate(scale, (x.shape[1], x.shape[0]), fmt.dtype)
-    _launch_tiles(x, (mean, rstd, weight, bias), scale, result, 0, 0, transposed=True)
+    _launch_tiles([x], [x.shape[0]], 0, mean, rstd, weight, bias, scale, result, side=0, transposed=True)
     return result
 
 
 def _launch_tiles(
-    x: Tensor, norm: Norm, scale: Tensor, result: Tensor, first_row: int, side: int, *, transposed: bool
+    tensors: list[Tensor], rows: list[int], first_row: int, *given: Any, side: int, transposed: bool
 ) -> None:
-    m, k = x.shape
-    launcher(_requantize_kernel, (cdiv(k, TILE), cdiv(m, TILE)))(
-        x, *norm, scale, result, m, k, first_row, result.shape[1], scale.shape[1],
+    """`given` are the mean, rstd, weight and bias of a norm, the scale and the result."""
+    missing, k, (scale, result) = MISSING[len(rows)], tensors[0].shape[1], given[4:]
+    launcher(_requantize_kernel, (cdiv(k, TILE), sum([cdiv(m, TILE) for m in rows])))(
+        *tensors, *missing, *given, *rows, *missing, first_row, k, result.shape[1], scale.shape[1],
         SIDE=side, TRANSPOSED=transposed, BLOCK_M=TILE, BLOCK_K=TILE, num_warps=2,
     )  # fmt: skip
 
 
 @triton.jit
 def _requantize_kernel(
-    x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, result_ptr, M, K, first_row, total_rows, stride_scale,
+    x_ptr, second_ptr, third_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, result_ptr,
+    M, second_M, third_M, first_row, K, total_rows, stride_scale,
     SIDE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    matrix, M, first_row, tile = _find(tl.program_id(1), M, second_M, third_M, first_row, BLOCK_M)
+    x_ptr = _choose(matrix, x_ptr, second_ptr, third_ptr)
+    offs_m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
@@ -523,7 +533,7 @@ def _requantize_kernel(
         scale = tl.load(scale_ptr + first_row + offs_m, offs_m < M, other=1.0)
     else:  # a tile lies within one square block
         tl.static_assert(SIDE % BLOCK_M == 0 and SIDE % BLOCK_K == 0)
-        block = (tl.program_id(1) * BLOCK_M // SIDE) * stride_scale + tl.program_id(0) * BLOCK_K // SIDE
+        block = (tile * BLOCK_M // SIDE) * stride_scale + tl.program_id(0) * BLOCK_K // SIDE
         scale = tl.load(scale_ptr + block + tl.zeros_like(offs_m))
     q = to_data(x * inverse(scale)[:, None], result_ptr.dtype.element_ty)
     if TRANSPOSED:
