@@ -38,7 +38,10 @@ from octavo_cli.display import print_facts, print_rows, progress, say
 
 if TYPE_CHECKING:
     from octavo.calibration.calibrator import Calibration
-    from octavo.packing import BudgetReport, PackReport
+    from octavo.packing.budget import BudgetReport
+    from octavo.packing.packer import PackReport
+
+_ROWS = 10  # of groups of layers, or of sites
 
 
 def pack_command(
@@ -248,9 +251,6 @@ def _of_folder(report: PackReport) -> list[tuple[str, str]]:
     return facts
 
 
-_ROWS = 10
-
-
 def print_budget(found: BudgetReport) -> None:
     """Print the measured quality, the layers that stay in BF16, and the groups with the most harm per byte saved."""
     of = found.quality
@@ -390,9 +390,6 @@ def _say_written(what: str, unused: Sequence[str]) -> None:
         say(f"left out: {len(unused)} scales and zero points that no layer reads, {unused[0]} among them")
 
 
-_SITES_SHOWN = 10
-
-
 def calibrate_command(
     model: Annotated[Path, argument("MODEL", "A Hugging Face model folder, or a run of octavo train.")],
     out: Out,
@@ -451,5 +448,5 @@ def _print_outliers(found: Calibration) -> None:
             "site": name, "amax": f"{statistics.amax:.4g}", f"{high}%": f"{percentile:.4g}", "ratio": f"{ratio:.2f}",
             "outlier channels": str(len(statistics.outlier_channels())),
         }  # fmt: skip
-    shown = [rows[key] for key in sorted(rows, reverse=True)[:_SITES_SHOWN]]
+    shown = [rows[key] for key in sorted(rows, reverse=True)[:_ROWS]]
     print_rows(shown, title=f"the {plural(len(shown), 'site')} with the largest outliers")
