@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,8 @@ class Prompts:
         """Batches int64 [B, T] of at most `size` prompts of one length, `shortest` or more, without padding."""
         if len(self.ids[0]) < shortest:
             raise DataError("every prompt is one token long, so that no token follows another: give longer texts")
-        batches: list[list[tuple[int, ...]]] = []
-        for ids in self.ids:
-            if len(ids) < shortest:
-                break
-            if batches and len(batches[-1]) < size and len(batches[-1][0]) == len(ids):
-                batches[-1].append(ids)
-            else:
-                batches.append([ids])
-        return [torch.tensor(batch) for batch in batches]
+        of_one_length = (torch.tensor([*ids]) for length, ids in groupby(self.ids, key=len) if length >= shortest)
+        return [batch for ids in of_one_length for batch in torch.split(ids, size)]
 
 
 def open_tokenizer(folder: Path) -> Any:
