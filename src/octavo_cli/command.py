@@ -158,8 +158,8 @@ SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "
 
 
 BUDGET_HELP = "kl=0.01 (nats a token), ppl=0.5%, or of an encoder cosine=0.999; --budget can be repeated"
-
-
+RUN_OPTIONS = (DATA, "--samples", "--context", "--device")  # how pack and unpack run a model on text
+DATA_HELP = "Text: stdlib, files, folders, globs, .jsonl (text, prompt or messages), hf:DATASET; --data can be repeated"
 FOR_VLLM = f"{LAYOUTS[2]} is for vLLM: transformers computes nonsense from it, or fails."
 
 
@@ -219,10 +219,6 @@ PromptBatch = Annotated[int, option("NUMBER", "Prompts that run at once.")]
 PromptSeed = Annotated[int, option("NUMBER", "Seed of the choice of prompts.")]
 PromptTokens = Annotated[int, option("NUMBER", "Most tokens of a prompt.")]
 Step = Annotated[int | None, option("NUMBER", "Take the checkpoint of this step; without it, the newest.")]
-
-
-RUN_OPTIONS = (DATA, "--samples", "--context", "--device")  # how pack and unpack run a model on text
-DATA_HELP = "Text: stdlib, files, folders, globs, .jsonl (text, prompt or messages), hf:DATASET; --data can be repeated"
 
 
 def print_reading(report: ReadReport) -> None:

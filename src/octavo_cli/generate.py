@@ -140,13 +140,7 @@ def generate_command(
 
 
 def write_texts(
-    texts: Sequence[Text],
-    engine: Engine,
-    opened: OpenedModel,
-    grid: Grid,
-    sampling: Sampling,
-    source: Path,
-    as_json: bool,
+    texts: list[Text], engine: Engine, opened: OpenedModel, grid: Grid, sampling: Sampling, source: Path, as_json: bool
 ) -> None:
     """Generate up to `grid.tokens` tokens after each prompt, a batch at a time, and print them as they come."""
     from octavo.inference.opening import end_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +37,10 @@ from octavo_cli.display import print_facts, print_rows, progress, say
 
 if TYPE_CHECKING:
     from octavo.calibration.calibrator import Calibration
-    from octavo.packing import BudgetReport, PackReport
+    from octavo.packing.budget import BudgetReport
+    from octavo.packing.packer import PackReport
+
+_ROWS = 10  # of groups of layers, or of sites
 
 
 def pack_command(
@@ -248,9 +250,6 @@ def _of_folder(report: PackReport) -> list[tuple[str, str]]:
     return facts
 
 
-_ROWS = 10
-
-
 def print_budget(found: BudgetReport) -> None:
     """Print the measured quality, the layers that stay in BF16, and the groups with the most harm per byte saved."""
     of = found.quality
@@ -357,21 +356,23 @@ def unpack_command(
         raise ValueError(f"--freeze stores scales of inputs, which only the scheme static has; got --scheme {scheme}")
     if freeze is None:
         refuse_unused(command, RUN_OPTIONS, "--freeze")
-    if freeze is None and layout is None and scheme is None:
-        with progress("unpacking") as advance:
-            unpacked = unpack(folder, out, progress=advance)
-        _say_written(f"unpacked {folder} into {out}", unpacked.unused)
-        return
+    to_bf16 = freeze is None and layout is None and scheme is None
     layout = layout or LAYOUTS[0]
-    with progress("converting") as advance:
-        if freeze is None:
+    with progress("unpacking" if to_bf16 else "converting") as advance:
+        if to_bf16:
+            result = unpack(folder, out, progress=advance)
+        elif freeze is None:
             result = convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)
         else:
             result = freeze_folder(
                 folder, out, required_data(data), layout=layout, prompts=PromptOptions(freeze, context), device=device,
                 progress=advance, on_read=print_reading,
             )  # fmt: skip
-    _say_written(f"converted {folder} into {out}", result.unused)
+    say(f"{'unpacked' if to_bf16 else 'converted'} {folder} into {out}")
+    if result.unused:
+        say(f"left out: {len(result.unused)} scales and zero points that no layer reads, {result.unused[0]} among them")
+    if to_bf16:
+        return
     _say_readers(layout)
     if result.lossless:
         say("no weight changed")
@@ -382,15 +383,6 @@ def unpack_command(
         f"{len(finite)} of {plural(len(result.sqnr), 'weight')} were cast again: median "
         f"{finite[len(finite) // 2]:.1f} dB, lowest {result.sqnr[worst]:.1f} dB ({worst})"
     )
-
-
-def _say_written(what: str, unused: Sequence[str]) -> None:
-    say(what)
-    if unused:
-        say(f"left out: {len(unused)} scales and zero points that no layer reads, {unused[0]} among them")
-
-
-_SITES_SHOWN = 10
 
 
 def calibrate_command(
@@ -451,5 +443,5 @@ def _print_outliers(found: Calibration) -> None:
             "site": name, "amax": f"{statistics.amax:.4g}", f"{high}%": f"{percentile:.4g}", "ratio": f"{ratio:.2f}",
             "outlier channels": str(len(statistics.outlier_channels())),
         }  # fmt: skip
-    shown = [rows[key] for key in sorted(rows, reverse=True)[:_SITES_SHOWN]]
+    shown = [rows[key] for key in sorted(rows, reverse=True)[:_ROWS]]
     print_rows(shown, title=f"the {plural(len(shown), 'site')} with the largest outliers")

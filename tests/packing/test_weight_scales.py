@@ -26,7 +26,8 @@ from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
 from octavo.numerics import TENSOR, Cast, History, group
 from octavo.ops import quantize
-from octavo.packing import PackReport, pack, scale_search
+from octavo.packing import pack, scale_search
+from octavo.packing.packer import PackReport
 from octavo.recipe import delayed
 from octavo.scales import update_scales
 from octavo.train.optimizer import first_state

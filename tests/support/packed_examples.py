@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
-from octavo.packing import PackReport
+from octavo.packing.packer import PackReport
 from octavo.train.config import Config
 
 LLAMA = {"vocabulary": 256, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 96, "context": 48}

@@ -46,6 +46,7 @@ from octavo.version import __version__
 
 FORMAT_VERSION = 1
 DESCRIPTION, TENSORS = "calibration.json", "calibration.safetensors"
+SITES = "sites.safetensors"  # of a part that is done, in the work folder
 _FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens")
 
 
@@ -180,9 +181,6 @@ def hash_model(folder: Path, description: Path | None = None) -> str:
 
 
 # ---- The folder beside the result in which a calibration keeps its work, so that an interrupted one resumes.
-
-
-SITES = "sites.safetensors"
 
 
 @dataclass(frozen=True)

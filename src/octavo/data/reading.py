@@ -359,14 +359,11 @@ def _rows(path: Path, text: str, report: ReadReport) -> Iterator[Row]:
         yield where, name, row[name]
 
 
-_OPTIONS = ("config", "split", "column")
-
-
 def _read_dataset(source: str, chat: Chat | None, report: ReadReport) -> list[Document]:
     """The documents of `hf:NAME_OR_FOLDER?config=...&split=...&column=...`, one a row."""
     name, _, query = source.removeprefix(DATASET).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    if unknown := options.keys() - set(_OPTIONS):
+    if unknown := options.keys() - {"config", "split", "column"}:
         raise DataError(f"{source} takes the options config, split and column; got {', '.join(sorted(unknown))}")
     if not name:
         raise DataError(f"{source} must name a data set of the hub, or a folder: hf:NAME")

@@ -33,7 +33,7 @@ from octavo.models import build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
-from octavo.util import import_extra, reading
+from octavo.util import cache_argument, import_extra, reading
 
 DESCRIPTION = "a description that a model can be built from: mend the setting, or save the model again"
 UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
@@ -120,7 +120,8 @@ def arguments_of(model: Any, inputs: Tensor) -> dict[str, Tensor]:
     embedding = token_embedding(model) if has_decoder(model) else None
     if embedding is None:
         return given
-    ids = _random_ids(embedding, (len(inputs), DECODED), torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(embedding.num_embeddings, (len(inputs), DECODED), generator=generator)
     return given | {DECODER_TOKENS: ids.to(inputs.device)}
 
 
@@ -134,24 +135,23 @@ def random_inputs(model: Any, context: int) -> Tensor:
         return torch.randn(2, *spectrogram, generator=generator)
     if embedding is None:
         return torch.randn(2, *image_shape(model), generator=generator)
-    ids = _random_ids(embedding, (2, min(32, context)), generator)
+    ids = torch.randint(embedding.num_embeddings, (2, min(32, context)), generator=generator)
     if has_decoder(model) and isinstance(end := model.config.eos_token_id, int):
         ids[:, -1] = end  # where classifiers such as BART's read their class
     return ids
 
 
-def _random_ids(embedding: nn.Embedding, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    return torch.randint(embedding.num_embeddings, shape, generator=generator)
-
-
 # ---- The outputs that quality is measured on: the logits of a model that predicts tokens, else the last hidden states.
 
 
-def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> Tensor:
-    """Run a model on its main input (`arguments_of`), with further arguments `options`. The result is float32: the
-    logits [B, T, V], or without `logits` (see `predicts_tokens`) the last hidden states, such as [B, T, width]. A model
-    with an encoder and a decoder gives the hidden states of its decoder."""
+def model_outputs(
+    model: Any, inputs: Tensor, logits: bool, rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]] = ()
+) -> Tensor:
+    """Run a model on its main input (`arguments_of`), with the keys and values of each layer rounded by its function of
+    `rounds`. The result is float32: the logits [B, T, V], or without `logits` (see `predicts_tokens`) the last hidden
+    states, such as [B, T, width]. A model with an encoder and a decoder gives the hidden states of its decoder."""
     part = measured_part(model, logits)
+    options = {cache_argument(): _rounding_cache(rounds)} if rounds else {}
     result = part(inputs, **options) if isinstance(model, Decoder) else part(**arguments_of(model, inputs), **options)
     if isinstance(result, Tensor):
         return result.float()
@@ -160,7 +160,7 @@ def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> T
     return chosen.float()
 
 
-def rounding_cache(rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]]) -> Any:
+def _rounding_cache(rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]]) -> Any:
     """An empty cache of transformers. Each layer stores keys and values as its function of `rounds` gives them."""
     from transformers.cache_utils import Cache, DynamicLayer
 
@@ -428,9 +428,6 @@ def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:
 # Tensors that the mapping also stacks are read by `octavo.hf.stored_tensors`, and those that it splits are not read.
 
 
-_WEIGHT_SCALES = (SCALE_NAME, *(name for name, ours in OTHER_NAMES.items() if ours == SCALE_NAME))
-
-
 def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaModel) -> ShardReader:
     """The tensors in `folder` by their names in `meta_model`, which its `config` describes as it is stored; a tensor
     that the model does not have keeps its name. Packed weights are widened. The errors are those of `ShardReader`, and
@@ -447,8 +444,9 @@ def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaMo
 def check_unpacked(reader: ShardReader) -> None:
     """Raise an ArtifactError if tensors look packed, though config.json states no quantization: codes that are read
     without their scales are a model of noise."""
+    scales = (SCALE_NAME, *(name for name, ours in OTHER_NAMES.items() if ours == SCALE_NAME))
     for name, spec in reader.specs.items():
-        is_scale = name.endswith(_WEIGHT_SCALES)
+        is_scale = name.endswith(scales)
         if is_scale or spec.dtype in WEIGHT_DTYPES or (name.endswith(".weight") and spec.dtype not in WIDE):
             found = "is the scale of a packed weight" if is_scale else f"is {spec.dtype}"
             raise ArtifactError(

@@ -139,9 +139,6 @@ def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: b
 # ---- The report of a trace: the operations, totals, and tables in which repeated modules are one row.
 
 
-_SILENT = ("cast", "copy")  # kinds without arithmetic
-
-
 def totals_table(flops: Mapping[str, Mapping[str, int]]) -> Table:
     """The share of the FLOPs by phase and dtype."""
     dtypes = [name for name in WIDTHS if any(name in each for each in flops.values())]
@@ -199,8 +196,9 @@ def left_out_table(left_out: Sequence[LeftOut]) -> Table:
 def _by_dtype(rows: Sequence[Row]) -> str:
     """The operations with arithmetic by dtype, and the number of casts: "BF16 mm, FP32 mean mul, 2 casts"."""
     operations, parts = [row.operation for row in rows], []
+    computing = [each for each in operations if each.kind not in ("cast", "copy")]
     for dtype in reversed(WIDTHS):
-        if names := [each.name for each in operations if each.computes_in == dtype and each.kind not in _SILENT]:
+        if names := [each.name for each in computing if each.computes_in == dtype]:
             parts.append(f"{dtype} {' '.join(dict.fromkeys(names))}")
     if casts := sum(each.kind == "cast" for each in operations):
         parts.append(plural(casts, "cast"))
@@ -281,9 +279,6 @@ class DtypeFlow:
 # ---- Tracing a model: one forward and backward pass on fake tensors, under the autocast of a GPU.
 
 
-_AUTOCAST = (torch.bfloat16, torch.float16, None)
-
-
 def dtype_flow(
     model: nn.Module,
     *inputs: Any,
@@ -321,7 +316,7 @@ def dtype_flow(
         [('addmm', 'BF16'), ('native_layer_norm', 'FP32')]
     """
     check_module(model, "dtype_flow")
-    if autocast not in _AUTOCAST:
+    if autocast not in (torch.bfloat16, torch.float16, None):
         raise ValueError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
     tracer = Tracer(model, autocast)
     given = tracer.fake((inputs, keywords))

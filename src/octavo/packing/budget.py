@@ -30,14 +30,14 @@ from octavo.checkpoint.scheme import groups
 from octavo.evaluation import Budget
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, check_budgets, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.meta_model import model_outputs, predicts_tokens, rounding_cache
+from octavo.hf.meta_model import model_outputs, predicts_tokens
 from octavo.hf.source import Source, open_source
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models.decoder import Decoder
 from octavo.numerics.formats import E4M3, cast, widen
 from octavo.packing.options import PackOptions, choose_layers
 from octavo.packing.packer import PackJob, PackReport, pack_source
-from octavo.util import Progress, cache_argument, choose_device, no_progress
+from octavo.util import Progress, choose_device, no_progress
 
 
 class PartlyPackedModel:
@@ -78,8 +78,7 @@ class PartlyPackedModel:
         for name, forms in self._forms.items():
             self._model.set_submodule(name, forms[name in packed])
         rounds = [partial(_rounded, scales) for scales in self._kv_scales] if cache else []
-        kept = {cache_argument(): rounding_cache(rounds)} if rounds else {}
-        result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
+        result = model_outputs(self._model, ids.to(self._device), self.logits, rounds)
         if result.shape[:-1] != ids.shape:
             raise ArtifactError(
                 f"{type(self._model).__name__} gives {list(result.shape)} for {list(ids.shape)} tokens: nothing to "
@@ -194,7 +193,7 @@ def pack_within(
         "fingerprint": chosen.fingerprint, "prompts": sum(map(len, batches)), "seed": prompts.seed,
         "context": prompts.context, "read": chosen.report.to_dict(),
     }  # fmt: skip
-    report = choose_groups(model, groups(model.saved), budgets, batches, record, progress)
+    report = choose_groups(model, budgets, batches, record, progress)
     packed = [name for name in model.saved if name not in report.skip]
     layers = {glob: name for glob, name in options.layers.items() if any(fnmatchcase(layer, glob) for layer in packed)}
     options = replace(options, skip=[*options.skip, *report.skip], layers=layers)
@@ -203,15 +202,14 @@ def pack_within(
 
 def choose_groups(
     model: PartlyPackedModel,
-    layers: Sequence[tuple[str, ...]],
     budgets: Sequence[Budget],
     batches: Sequence[Tensor],
     data: Mapping[str, object],
     progress: Progress,
 ) -> BudgetReport:
-    """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T]. If the
-    budgets cannot be held, a ValueError has the values that are reached."""
-    ranking = _rank(model, layers, batches, progress)
+    """Rank the groups of packed layers, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T]. If
+    the budgets cannot be held, a ValueError has the values that are reached."""
+    ranking = _rank(model, batches, progress)
     measured: dict[int, Quality] = {}
 
     def measure(kept: int) -> Quality:
@@ -242,10 +240,8 @@ def choose_groups(
     return BudgetReport(budgets, ranking, high, quality, measure(0), {**data, "tokens": quality.tokens})
 
 
-def _rank(
-    model: PartlyPackedModel, layers: Sequence[tuple[str, ...]], batches: Sequence[Tensor], progress: Progress
-) -> list[Group]:
-    seen = count(1)
+def _rank(model: PartlyPackedModel, batches: Sequence[Tensor], progress: Progress) -> list[Group]:
+    layers, seen = groups(model.saved), count(1)
 
     def outputs(group: tuple[str, ...], ids: Tensor) -> Tensor:
         progress(next(seen), len(layers) * len(batches), "measuring each group")

@@ -257,7 +257,7 @@ def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterabl
 # llama.cpp would split in other places, without a message. So a tokenizer that is none of those below is refused.
 
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # ggml's kinds of tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ggml's kinds of tokens
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -345,7 +345,6 @@ def _merges(found: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
 # Other tokenizers are refused.
 
 
-UNKNOWN, BYTE = 2, 6  # ggml's kinds of tokens
 _BLANK = "▁"
 _PREPEND = {"type": "Prepend", "prepend": _BLANK}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}

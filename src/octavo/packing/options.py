@@ -31,7 +31,6 @@ from octavo.nn.module_tools import is_conv1d
 from octavo.nn.selection import check_strings, select_linears
 from octavo.util import plural
 
-CACHES = ("fp8",)
 WEIGHT_RULES = ("amax", "mse")
 
 
@@ -98,8 +97,8 @@ class PackOptions:
             )
         if self.weights not in WEIGHT_RULES:
             raise ValueError(f"unknown rule {self.weights!r} for weights: choose one of {', '.join(WEIGHT_RULES)}")
-        if self.kv_cache not in (None, *CACHES):
-            raise ValueError(f"unknown cache {self.kv_cache!r} of keys and values: choose {CACHES[0]}, or none")
+        if self.kv_cache not in (None, "fp8"):
+            raise ValueError(f"unknown cache {self.kv_cache!r} of keys and values: choose fp8, or none")
         for name, scale in (self.input_scales or {}).items():
             if scale.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
                 raise ValueError(

@@ -253,16 +253,14 @@ def kept_update(sums: Sequence[Tensor]) -> KeptUpdate:
 # change its bytes, unless the option `share` is set.
 
 
-_OWN_SCALES = ("tensorwise", "delayed")  # recipes that train with one scale for a weight, which packing keeps
-
-
 class WeightScales:
     """Casts the weights of a source, one at a time. `gains` is the dB of SQNR that each weight gained over the rule
     amax, if the rule is mse."""
 
     def __init__(self, source: Source, layers: ChosenLayers, options: PackOptions) -> None:
         self.source, self.schemes, self.options = source, layers.schemes, options
-        keeps = source.recipe in _OWN_SCALES and options.weights == "amax" and not options.pow2
+        # These recipes train with one scale for a weight.
+        keeps = source.recipe in ("tensorwise", "delayed") and options.weights == "amax" and not options.pow2
         self.own = layers.static.weights if keeps else {}
         self._shares = not keeps if options.share is None else options.share
         self.gains: dict[str, float] = {}

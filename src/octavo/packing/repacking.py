@@ -33,7 +33,7 @@ from octavo.checkpoint.scheme import (
     reciprocal_warning,
 )
 from octavo.evaluation.metrics import energies, sqnr
-from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
+from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.meta_model import arguments_of, measured_part, predicts_tokens, read_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed
@@ -253,7 +253,7 @@ def pack_frozen(
     choose_layers(opened, replace(unknown, calibration=None, rule=None, kv_cache=None))
     chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)
     model = opened.fill_bf16(place).eval()
-    scales = _warm_up(model, layers, chosen, prompts, place, progress)
+    scales = _warm_up(model, layers, chosen.batches(prompts.batch), place, progress)
     record = {
         "prompts": len(chosen.ids), "tokens": chosen.tokens, "context": chosen.context, "seed": prompts.seed,
         "fingerprint": chosen.fingerprint, "read": chosen.report.to_dict(),
@@ -295,22 +295,16 @@ def freeze_folder(
     layers = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
     if all(not layer.freezable for layer in layers.values()):
         raise ValueError(f"{folder} stores the scales of its inputs already: its scheme is static")
-    scales = _warm_up(model, layers, chosen, prompts, place, progress)
+    scales = _warm_up(model, layers, chosen.batches(prompts.batch), place, progress)
     named = {meta_model.file_name(name): scale for name, scale in scales.items()}
     del model
     return convert_layout(folder, out, layout=layout, scheme=STATIC.name, input_scales=named, progress=progress)
 
 
 def _warm_up(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    chosen: Prompts,
-    prompts: PromptOptions,
-    device: torch.device,
-    progress: Progress,
+    model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Tensor], device: torch.device, progress: Progress
 ) -> dict[str, Tensor]:
     """The scale of the input of each layer, float32 [1], from the amax of all prompts."""
-    batches = chosen.batches(prompts.batch)
 
     def moved() -> Iterator[Mapping[str, Tensor] | Tensor]:
         for done, ids in enumerate(batches):

@@ -21,7 +21,6 @@ from octavo.hf.meta_model import (
     tied_names,
 )
 from octavo.nn.module_tools import computes_linearly
-from octavo.util import cache_argument
 from octavo.verification.checks import Required
 
 LinearFn = Callable[[str, Tensor], Tensor]
@@ -45,7 +44,7 @@ class StreamedLinear(nn.Module):
 class StreamedModel:
     """A model of transformers (of `transformers_meta_model`, changed in place), to run. `get` reads a tensor to the CPU
     by its name in the files, which hold `stored`. `compute` computes a linear layer, and may be replaced between calls.
-    `make_cache` makes the KV cache of a call. `logits`: its outputs are logits of tokens."""
+    `rounds` has a function for each layer that rounds keys and values. `logits`: its outputs are logits of tokens."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class StreamedModel:
         compute: LinearFn,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        make_cache: Callable[[], Any] | None = None,
+        rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]] = (),
     ) -> None:
         model: Any = meta_model.model.to(dtype)
         known = expert_matrices(meta_model)
@@ -66,7 +65,7 @@ class StreamedModel:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
         self.compute, self.device, self.logits = compute, torch.device(device), predicts_tokens(model)
-        self._make_cache = make_cache
+        self._rounds = rounds
         self.experts: dict[str, StreamedExperts] = {}  # each module of them, by its name
         tied = tied_names(model)
         for name, module in list(model.named_modules()):
@@ -88,10 +87,9 @@ class StreamedModel:
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
         """The outputs float32 (`octavo.hf.meta_model.model_outputs`) of token ids int64 [B, T] or of images."""
-        cache = {} if self._make_cache is None else {cache_argument(): self._make_cache()}
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            return model_outputs(self.model, inputs.to(self.device), self.logits, **cache)
+            return model_outputs(self.model, inputs.to(self.device), self.logits, self._rounds)
 
 
 def required_by(meta_model: MetaModel) -> Required:

@@ -28,14 +28,7 @@ from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.comparison import LayerError
 from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.meta_model import (
-    MetaModel,
-    is_language_model,
-    predicts_tokens,
-    random_inputs,
-    rounding_cache,
-    transformers_meta_model,
-)
+from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
 from octavo.hf.source import Source, open_source
 from octavo.util import Progress, choose_device, no_progress
 from octavo.verification.checks import Required, check_folder, check_weights, judge_alone
@@ -292,8 +285,7 @@ class Verification:
         layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
         scales = {} if rounding is leave_input else cache_scales(self.files)
         rounds = [partial(round_keys_and_values, pair) for pair in scales.values()]
-        make_cache = partial(rounding_cache, rounds) if rounds else None
-        return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, make_cache)
+        return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, rounds)
 
     def _meta_model(self) -> MetaModel:
         return transformers_meta_model(self.files.config, self.files.folder)
