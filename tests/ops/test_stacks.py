@@ -11,15 +11,8 @@ from octavo.numerics import ROW, TENSOR, Cast, block
 from octavo.ops.quantization import quantize_stack_reference, requantize_reference
 
 K = 40
-ROWS = [
-    (70,),
-    (70, 1),
-    (33, 1, 70),
-    (1, 1, 1),
-    (5, 0, 3),
-    (64, 128, 66, 1, 7),
-    (3, 64, 2, 0),
-]  # tiles of 64 rows, or of row_tile(K)
+# Tiles have 64 rows, or those of row_tile(K).
+ROWS = [(70,), (70, 1), (33, 1, 70), (1, 1, 1), (5, 0, 3), (64, 128, 66, 1, 7), (3, 64, 2, 0)]
 Results = tuple[list[Tensor | None], list[str]]
 
 
@@ -61,12 +54,21 @@ def interpreted(name: str, *args: object) -> Results:
 def test_every_matrix_is_quantized_as_by_itself(kernels, rows, number, scale, floor):
     tensors, cast = matrices(rows), Cast(scale=scale, relative_floor=floor)
     tensors[0][-1, 5] = number
+    compare(kernels, tensors, cast, -(-len(rows) // 3))
+
+
+@pytest.mark.triton
+def test_matrices_of_two_dtypes_have_launches_of_their_own(kernels):
+    compare(kernels, [*matrices((5, 7)), *matrices((9,), torch.float32)], Cast(relative_floor=0.25), 3)
+
+
+def compare(kernels: Any, tensors: list[Tensor], cast: Cast, launches: int) -> None:
     (data, scales), launched = kernels.submit(interpreted, "quantize_stack", tensors, cast, True).result()
     expected, expected_scales = quantize_stack_reference(tensors, cast, True)
     assert torch.equal(scales.nan_to_num(7), expected_scales.float().nan_to_num(7))
     whole = scales.isfinite().view(-1)  # the interpreter casts NaN to a number
     assert torch.equal(data[whole], expected.float()[whole])
-    assert launched == (["_row_kernel", "_floor_kernel"] if floor else ["_row_kernel"]) * -(-len(rows) // 3)
+    assert launched == (["_row_kernel", "_floor_kernel"] if cast.relative_floor else ["_row_kernel"]) * launches
 
 
 @pytest.mark.triton
@@ -77,16 +79,6 @@ def test_scales_alone(kernels, rows):
     assert data is None
     assert torch.equal(scales, quantize_stack_reference(tensors, cast, False)[1])
     assert launched == ["_row_kernel"] * -(-len(rows) // 3)
-
-
-@pytest.mark.triton
-def test_matrices_of_two_dtypes_have_launches_of_their_own(kernels):
-    tensors, cast = [*matrices((5, 7)), *matrices((9,), torch.float32)], Cast(relative_floor=0.25)
-    (data, scales), launched = kernels.submit(interpreted, "quantize_stack", tensors, cast, True).result()
-    expected, expected_scales = quantize_stack_reference(tensors, cast, True)
-    assert torch.equal(scales, expected_scales)
-    assert torch.equal(data, expected.float())
-    assert launched == ["_row_kernel", "_floor_kernel"] * 3
 
 
 @pytest.mark.triton
