@@ -125,7 +125,8 @@ class RecipeLayer(nn.Module):
 
     def history_of(self, operand: str) -> ScaleHistory | None:
         """The history of "x", "w" or "dy", if its scale comes from one."""
-        return None if self.histories is None else self.histories.of(operand)
+        found: Any = None if self.histories is None else dict(self.histories.items()).get(operand)
+        return found
 
     def release(self) -> None:
         """Delete the attributes that `prepare` set."""
