@@ -47,6 +47,7 @@ from octavo.checkpoint.scheme import (
     check_settings,
     differences,
     is_kv_scale,
+    is_named,
     packed_layers,
     read_number,
     read_scale,
@@ -186,10 +187,8 @@ def _arguments(value: Any) -> Any:
 def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme | None:
     """The scheme of the first group that names the layer, by its name, a pattern (re:...) or its class."""
     for targets, scheme in groups:
-        for target in targets:
-            pattern = target.removeprefix("re:") if target.startswith("re:") else None
-            if target in (name, "Linear") or (pattern is not None and re.match(pattern, name)):
-                return scheme
+        if "Linear" in targets or any(is_named(target, name, exact=True) for target in targets):
+            return scheme
     return None
 
 

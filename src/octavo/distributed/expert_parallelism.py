@@ -16,7 +16,6 @@ ranks already, are divided by the number of ranks here.
 Source: GShard (arXiv:2006.16668), without a capacity: no token is dropped.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -74,37 +73,33 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[str]:
         for leaf in Experts.matrices:
             sharded = distribute_tensor(getattr(module, leaf).detach(), mesh, [Shard(0)])
             module.register_parameter(leaf, nn.Parameter(sharded))
-        module.parallel = ExpertExchange(mesh.get_group(), mesh.size())
+        module.parallel = partial(exchange_experts, mesh.get_group(), mesh.size())
     return list(found)
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertExchange:
-    """The computation of a layer of experts of which each rank of a group has an equal share."""
-
-    group: dist.ProcessGroup
-    size: int
-
-    def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        """The output [T, K] for this rank's tokens x [T, K], as `Experts.forward`."""
-        w_in, w_out = (_local(getattr(module, leaf), self.size) for leaf in Experts.matrices)
-        experts = w_out.shape[0] * self.size
-        slot, row, offsets = sort_by_expert(index, experts)
-        sent = offsets.diff(prepend=offsets.new_zeros(1)).view(self.size, -1)  # [R, E / R], for each expert of a rank
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        send, receive = sent.sum(1).tolist(), received.sum(1).tolist()  # the host waits
-        rows = gather_rows(x, slot, row)[: sum(send)]
-        to_experts = partial(_exchange, send=send, receive=receive, group=self.group)
-        to_tokens = partial(_exchange, send=receive, receive=send, group=self.group)
-        mine = exchanged(rows, to_experts, to_tokens)
-        numbers = torch.arange(received.shape[1], device=x.device).repeat(self.size)
-        expert = torch.repeat_interleave(numbers, received.flatten(), output_size=sum(receive))
-        ones = torch.ones(len(expert), 1, device=x.device)
-        y = module.compute(mine, expert.unsqueeze(1), ones, w_in, w_out)
-        back = exchanged(y, to_tokens, to_experts)
-        unsent = back.new_zeros(len(slot) - len(back), back.shape[1])  # slots of no expert
-        return (scatter_rows(torch.cat([back, unsent]), slot, row).float() * weight.float().unsqueeze(2)).sum(1).to(y)
+def exchange_experts(
+    group: dist.ProcessGroup, size: int, module: Any, x: Tensor, index: Tensor, weight: Tensor
+) -> Tensor:
+    """The output [T, K] for this rank's tokens x [T, K], as `Experts.forward`, where each of the `size` ranks of a
+    group has an equal share of the experts."""
+    w_in, w_out = (_local(getattr(module, leaf), size) for leaf in Experts.matrices)
+    experts = w_out.shape[0] * size
+    slot, row, offsets = sort_by_expert(index, experts)
+    sent = offsets.diff(prepend=offsets.new_zeros(1)).view(size, -1)  # [R, E / R], for each expert of a rank
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    send, receive = sent.sum(1).tolist(), received.sum(1).tolist()  # the host waits
+    rows = gather_rows(x, slot, row)[: sum(send)]
+    to_experts = partial(_exchange, send=send, receive=receive, group=group)
+    to_tokens = partial(_exchange, send=receive, receive=send, group=group)
+    mine = exchanged(rows, to_experts, to_tokens)
+    numbers = torch.arange(received.shape[1], device=x.device).repeat(size)
+    expert = torch.repeat_interleave(numbers, received.flatten(), output_size=sum(receive))
+    ones = torch.ones(len(expert), 1, device=x.device)
+    y = module.compute(mine, expert.unsqueeze(1), ones, w_in, w_out)
+    back = exchanged(y, to_tokens, to_experts)
+    unsent = back.new_zeros(len(slot) - len(back), back.shape[1])  # slots of no expert
+    return (scatter_rows(torch.cat([back, unsent]), slot, row).float() * weight.float().unsqueeze(2)).sum(1).to(y)
 
 
 def _local(parameter: Any, ranks: int) -> Tensor:

@@ -91,8 +91,11 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     fused, names = fused_modules(model), {layer: name for name, layer in layers.items()}
     unfused = unfusing_units(model, fused, {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"})
     reasons = {name: _wide_reason(key[0], sharded.get(key)) for name, key in named.items()}
-    for module in fused.values():
-        _agree([names[layer] for layer in module.inner], reasons)
+    for module in fused.values():  # layers that run as one GEMM are gathered all alike
+        inner = [names[layer] for layer in module.inner]
+        if wide := next((name for name in inner if reasons[name]), ""):
+            together = f"it runs as one GEMM with {wide}, which is gathered wide"
+            reasons |= {name: reasons[name] or together for name in inner}
     gathered = {named[name] for name, reason in reasons.items() if not reason}
     weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
     for module in fused.values():
@@ -104,13 +107,6 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     if weights:
         ShardCache(model, list(weights.values()))
     return GatherReport([name for name in named if not reasons[name]], {n: r for n, r in reasons.items() if r}, unfused)
-
-
-def _agree(names: Sequence[str], reasons: dict[str, str]) -> None:
-    """Gather layers that run as one GEMM all alike: one that is gathered wide makes the others wide."""
-    if wide := next((name for name in names if reasons[name]), ""):
-        together = f"it runs as one GEMM with {wide}, which is gathered wide"
-        reasons.update({name: reasons[name] or together for name in names})
 
 
 def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:
@@ -213,16 +209,12 @@ class ShardCache:
         changed = self.stale or any(weight.current_key() != weight.key for weight in self.weights)
         if self.exposed and not changed:
             self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
-            changed = self.has_changed()
+            with torch.no_grad():  # a write shows as far as the amaxes of this rank's rows show it
+                changed = any(has_changed(weight) for weight in (*self.alone, *self.rotated))
+                changed = changed or any(group.has_changed() for group in self.groups)
         if changed:
             self.begin()
         self.exposed = False
-
-    @torch.no_grad()
-    def has_changed(self) -> bool:
-        """True if a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
-        held = any(has_changed(weight) for weight in (*self.alone, *self.rotated))
-        return held or any(group.has_changed() for group in self.groups)
 
     def prepare(self, unit: Sequence[ShardedWeight]) -> None:
         """Called in the stream that will send the bytes of the weights of a unit, before it does."""

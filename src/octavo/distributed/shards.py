@@ -199,7 +199,10 @@ class WeightStack:
         (data, scale), *others = operands
         owned: tuple[Tensor, ...] = ()
         if len(self.parts) > 1:
-            owned = () if self.stacked else self._allocate(data, scale)
+            if not self.stacked:
+                with torch.inference_mode(False):  # autograd saves them
+                    self.stacked = owned = tuple(t.new_empty(self.starts[-1], t.shape[1]) for t in (data, scale))
+                self._publish(self.stacked[0], self.stacked[1], self.caches)
             i = self.parts.index(part)
             rows = slice(self.starts[i], self.starts[i + 1])
             self.freed += [data, scale] if part.unit.world > 1 else [data]
@@ -226,12 +229,6 @@ class WeightStack:
                 torch._foreach_copy_(*self.copies)
             for t in self.freed:  # FSDP2 allocates it again by itself
                 t.untyped_storage().resize_(0)
-
-    def _allocate(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        with torch.inference_mode(False):  # autograd saves them
-            self.stacked = tuple(t.new_empty(self.starts[-1], t.shape[1]) for t in (data, scale))
-        self._publish(self.stacked[0], self.stacked[1], self.caches)
-        return self.stacked
 
     def _publish(self, data: Tensor, scale: Tensor, caches: Sequence[WeightCache]) -> None:
         cast = self.parts[0].cast

@@ -171,23 +171,22 @@ class _LinearStyle(ParallelStyle):
         super().__init__()
         self.sequence, self.asynchronous = sequence, asynchronous
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh, "tensor parallelism")
         if type(module) not in (nn.Linear, Linear):
             raise TypeError(f"{type(self).__name__} takes an nn.Linear, converted or not, got {module}")
         ranks = Ranks.of(device_mesh, sequence=self.sequence, asynchronous=self.asynchronous)
         axis = self.weight_axis
-        layer: Any = module
-        if layer.weight.shape[axis] % ranks.size:
+        if module.weight.shape[axis] % ranks.size:
             raise ValueError(
                 f"{ranks.size} ranks cannot share {module}: its {('outputs', 'inputs')[axis]} must be a multiple of "
-                f"{ranks.size}, got {layer.weight.shape[axis]}; choose a smaller degree of tensor parallelism"
+                f"{ranks.size}, got {module.weight.shape[axis]}; choose a smaller degree of tensor parallelism"
             )
         distribute(module, "weight", device_mesh, Shard(axis), self.src_data_rank)
         distribute(module, "bias", device_mesh, Shard(0) if axis == 0 else Replicate(), self.src_data_rank)
-        layer.parallel = self.way(ranks)
+        module.parallel = self.way(ranks)
         if type(module) is nn.Linear:
-            layer.__class__ = ParallelLinear
+            module.__class__ = ParallelLinear
         return module
 
 
@@ -248,17 +247,11 @@ class NormParallel(ParallelStyle):
         check_mesh(device_mesh, "tensor parallelism")
         for name in list(module._parameters):
             distribute(module, name, device_mesh, Replicate(), self.src_data_rank)
-        placement = self.placement
-        if placement is not None:
-
-            def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-                return DTensor.from_local(args[0], device_mesh, [placement], run_check=False), *args[1:]
-
-            def leave(module: nn.Module, args: tuple[Any, ...], y: Any) -> Tensor:
-                return y.to_local()
-
-            module.register_forward_pre_hook(enter)
-            module.register_forward_hook(leave)
+        if (placement := self.placement) is not None:
+            module.register_forward_pre_hook(
+                lambda _, args: (DTensor.from_local(args[0], device_mesh, [placement], run_check=False), *args[1:])
+            )
+            module.register_forward_hook(lambda module, args, y: y.to_local())
         return module
 
 

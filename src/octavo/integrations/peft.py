@@ -77,13 +77,11 @@ class PackedLoraLinear(FusedLoraLinear):
             "(octavo unpack), open the adapter on that model, merge it there, and pack the result"
         )
 
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        layer: Any = module
-        return layer.in_features, layer.out_features
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.in_features, module.out_features
 
-    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-        layer: Any = base_layer
-        return layer.weight.device, torch.bfloat16  # not the dtype of the weight: adapters are not in eight bits
+    def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:
+        return base_layer.weight.device, torch.bfloat16  # not the dtype of the weight: adapters are not in eight bits
 
 
 # ---- The adapters of `octavo train --lora`.

@@ -318,21 +318,14 @@ def _choose_attention(model: Any, name: str) -> None:
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The function that transformers calls; returns [B, T, H, D]. transformers computes the calls that stay in BF16."""
     gradients: GradientScales | None = getattr(module, "fp8_gradients", None)
     others = (kwargs.get(name) for name in ("softcap", "s_aux", "position_bias", "cache"))
     plain = attention_mask is None and kwargs.get("is_causal") is not False and all(each is None for each in others)
-    if gradients is not None and plain and gradients.takes(query, key, dropout):
-        return attend_fp8(query, key, value, gradients, scale=scaling).transpose(1, 2), None
+    if gradients is not None and plain and gradients.takes(query, key, kwargs.get("dropout", 0.0)):
+        return attend_fp8(query, key, value, gradients, scale=kwargs.get("scaling")).transpose(1, 2), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

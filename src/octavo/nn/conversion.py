@@ -273,19 +273,19 @@ def _change(layer: SelectedLayer, recipe: Recipe, chosen: set[str]) -> None:
 
 def select_products(model: nn.Module, skip: Sequence[str]) -> list[SelectedLayer]:
     """The attention of `model`, and its convolutions that are matrix products."""
-    found = [(name, module) for name, module in model.named_modules() if _is_product(module)]
-    return [SelectedLayer(*each, _product_reason(*each, skip)) for each in found]
+    selected = []
+    for name, module in model.named_modules():
+        if _is_product(module):
+            image = isinstance(module, CONVOLUTIONS) and reads_image(module)
+            reason = "it reads the image, whose rounding raises the loss of diffusion" if image else ""
+            by_name = (skipped_by_name(name, n, k, skip) for n, k in weights_of(name, module).values())
+            selected.append(SelectedLayer(name, module, next(filter(None, by_name), reason)))
+    return selected
 
 
 def _is_product(module: nn.Module) -> bool:
     known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
     return known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
-
-
-def _product_reason(name: str, module: nn.Module, skip: Sequence[str]) -> str:
-    image = isinstance(module, CONVOLUTIONS) and reads_image(module)
-    reason = "it reads the image, whose rounding raises the loss of diffusion" if image else ""
-    return next(filter(None, (skipped_by_name(name, n, k, skip) for n, k in weights_of(name, module).values())), reason)
 
 
 def follow_attention(rows: Sequence[Row], products: Sequence[SelectedLayer]) -> tuple[Row, ...]:
@@ -364,12 +364,10 @@ def restore_experts(module: Any) -> bool:
     return True
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return isinstance(module, Experts | GroupedLinear) or _is_known(module)
-
-
-def _is_known(module: Any) -> bool:
-    """True if this is a module of transformers' experts that computes as Mixtral's, with the same parameters."""
+def _is_experts(module: Any) -> bool:
+    """True for ours, and for transformers' experts that compute as Mixtral's, with the same parameters."""
+    if isinstance(module, Experts | GroupedLinear):
+        return True
     if library_of(module) != "transformers" or module._parameters.keys() != set(Experts.matrices):
         return False
     return _computes_as_mixtral(own_class(module)) and type(module.act_fn).__name__ in SILU

@@ -29,15 +29,6 @@ class ForwardPass:
     called: frozenset[str]
     names: Mapping[int, str]
 
-    @property
-    def flops(self) -> int:
-        return sum(each.flops for each in self.operations)
-
-    @property
-    def activation_flops(self) -> int:
-        """The FLOPs of products of activations, such as attention."""
-        return sum(each.flops for each in self.operations if not each.weight)
-
     def rows_of(self, parameter: Tensor) -> int:
         """The rows that `parameter` is multiplied by, in the largest of its products; 0 if none reads it."""
         name = self.names[id(parameter)]
@@ -161,7 +152,8 @@ def _sum_up(
         work = {id(p): float(p.numel()) for _, kind, p in uses if _rank(kind) <= 1}
         flops = sum(work.values()) or 1
     else:
-        work, flops = forward.flops_by_parameter([p for _, _, p in uses]), forward.flops or 1
+        work = forward.flops_by_parameter([p for _, _, p in uses])
+        flops = sum(each.flops for each in forward.operations) or 1
     sizes: Counter[str] = Counter()
     groups: defaultdict[tuple[str, str, tuple[int, ...], bool], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, kind, parameter in uses:
@@ -185,7 +177,9 @@ def _sum_up(
     left.sort(key=lambda entry: (-entry.flops, -entry.share))
     shares = [sizes[kind] / total for kind in (_COMPUTED, _EMBEDDING, _OTHER)]
     in_fp8 = sum(work[id(p)] for _, kind, p in uses if kind == _COMPUTED) / flops
-    activations = None if forward is None else forward.activation_flops / flops
+    activations = None  # such as attention
+    if forward is not None:
+        activations = sum(each.flops for each in forward.operations if not each.weight) / flops
     return Coverage(sum(sizes.values()), shares[0], tuple(left), shares[1], shares[2], in_fp8, activations)
 
 

@@ -65,11 +65,6 @@ class ScaleHistory(ScaleBuffers):
 class ScaleHistories(nn.ModuleDict):
     """The histories of a layer, by operand."""
 
-    def of(self, operand: str) -> ScaleHistory | None:
-        """The history of "x", "w" or "dy", if there is one."""
-        history = dict(self.items()).get(operand)
-        return history if isinstance(history, ScaleHistory) else None
-
     def __getattr__(self, name: str) -> Any:
         if name == "weight":  # `parallelize_module` reads it of every module in a linear layer
             raise AttributeError(

@@ -86,7 +86,7 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(rows, weight, labels, count, options)  # type: ignore[no-untyped-call]
 
 
-def _vocabulary_parallel(x: Tensor, weight: Any, labels: Tensor) -> tuple[Tensor, Tensor, str, int]:
+def _vocabulary_parallel(x: Any, weight: Any, labels: Tensor) -> tuple[Tensor, Tensor, str, int]:
     """All tokens, this rank's rows of the weight, the name of the ranks' group, and the number of the first row."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -95,11 +95,10 @@ def _vocabulary_parallel(x: Tensor, weight: Any, labels: Tensor) -> tuple[Tensor
         raise ValueError(
             f"the head's weight must be sharded by rows over one mesh dimension; got {placements} on {mesh}"
         )
-    shared: Any = x
     if not isinstance(x, DTensor):
-        shared = DTensor.from_local(x, mesh, [Replicate() if x.shape[:-1] == labels.shape else Shard(1)])
+        x = DTensor.from_local(x, mesh, [Replicate() if x.shape[:-1] == labels.shape else Shard(1)])
     # Each rank computes the part of dx that its part of the vocabulary gives: the parts are added in backward.
-    every = shared.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    every = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     first = mesh.get_local_rank() * -(-len(weight) // mesh.size())
     return every, weight.to_local(grad_placements=placements), mesh.get_group().group_name, first
 

@@ -201,7 +201,7 @@ def fused_call(
     return LinearCall(layers.recipe, compute_dtype(x), observer=observer, outer_observer=outer)
 
 
-def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
+def read_norm(norm: Any, *, backward: bool = True) -> Norm | None:
     """The norm as the fused functions take it; None if it is of an unknown kind, too long, or watched.
 
     Without a backward pass, longer layer norms are fused.
@@ -217,9 +217,8 @@ def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # torch's default, for BF16 too
         return NormSpec(eps, center=False), norm.weight, None
     if is_fusable(type(norm).__name__, "RMSNorm"):  # weight * x / rms(x), eps in `variance_epsilon`
-        rms_norm: Any = norm
         weight = norm._parameters.get("weight")  # as in `child`
-        return NormSpec(rms_norm.variance_epsilon, center=False), rms_norm.weight if weight is None else weight, None
+        return NormSpec(norm.variance_epsilon, center=False), norm.weight if weight is None else weight, None
     return None
 
 

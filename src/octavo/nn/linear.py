@@ -125,7 +125,8 @@ class RecipeLayer(nn.Module):
 
     def history_of(self, operand: str) -> ScaleHistory | None:
         """The history of "x", "w" or "dy", if its scale comes from one."""
-        return None if self.histories is None else self.histories.of(operand)
+        found: Any = None if self.histories is None else dict(self.histories.items()).get(operand)
+        return found
 
     def release(self) -> None:
         """Delete the attributes that `prepare` set."""
@@ -265,18 +266,17 @@ def adapted_output(layer: AdaptedLayer, x: Tensor) -> Tensor | None:
 L = TypeVar("L", bound=RecipeLayer)
 
 
-def convert_layer(module: nn.Module, ours: type[L], recipe: Recipe, name: str) -> L:
+def convert_layer(module: Any, ours: type[L], recipe: Recipe, name: str) -> L:
     """Change `module`, called `name` in its model, in place into a layer of the class `ours` that computes by `recipe`.
 
     An `nn.Linear` becomes a `Linear`. The class of another becomes a subclass of `ours` and of its own.
     """
-    layer: Any = module
     if type(module) in (nn.Linear, ParallelLinear):
-        layer.__class__ = ours
+        module.__class__ = ours
     else:
-        mix_into(layer, ours)
-    layer.prepare(recipe, name, next(module.parameters()).device)
-    return layer
+        mix_into(module, ours)
+    module.prepare(recipe, name, next(module.parameters()).device)
+    return module
 
 
 def restore_layer(module: Any) -> bool:

@@ -35,7 +35,7 @@ from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.formats import format_of
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.numerics.scaling import quotient, scattered_signs
-from octavo.ops.registration import FLOATS
+from octavo.ops.registration import FLOATS, LIBRARY
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
 # ---- Operands of the backward GEMMs whose row scales lie along the reduction.
@@ -175,16 +175,13 @@ def shaped(y: Tensor, shape: torch.Size) -> Tensor:
 # backward pass too, where PyTorch would take them for saved tensors that may not change.
 
 
-_LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
 def composite(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the operation `octavo::` of this schema, and return what calls the operation."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema[: schema.index("(")]
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, function, "CompositeImplicitAutograd")
         return getattr(torch.ops.octavo, name).default
 
     return register

@@ -191,13 +191,12 @@ def computes_linearly(module: nn.Module) -> bool:
     return plain and not read and theirs.__call__ is nn.Module.__call__
 
 
-def shape_of(layer: nn.Module) -> tuple[int, int]:
+def shape_of(layer: Any) -> tuple[int, int]:
     """N outputs and K inputs of an `nn.Linear` or a `Conv1D`."""
-    any_layer: Any = layer
     if is_conv1d(layer):
-        inputs, outputs = any_layer.weight.shape
+        inputs, outputs = layer.weight.shape
         return outputs, inputs
-    return any_layer.out_features, any_layer.in_features
+    return layer.out_features, layer.in_features
 
 
 def watched(module: nn.Module) -> bool:

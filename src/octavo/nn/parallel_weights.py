@@ -67,8 +67,7 @@ class GatheredWeight(Tensor):
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, dtype: torch.dtype, *_: Any) -> Any:
         make: Any = torch.Tensor._make_wrapper_subclass
-        w: GatheredWeight = make(cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device)
-        return w
+        return make(cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device)
 
     def __init__(
         self, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str, rotated: bool = False, *for_dx: Tensor

@@ -37,7 +37,7 @@ from octavo.observation.operand_statistics import (
     sampled_rows,
 )
 from octavo.ops.activation import activated, activation_gradient
-from octavo.ops.registration import OPERATIONS
+from octavo.ops.registration import LIBRARY, OPERATIONS
 from octavo.ops.transposition import fold_scales, group_of_rows
 
 # ---- Operations that record statistics in the steps that are sampled, and the flag of the host that says when.
@@ -77,8 +77,8 @@ def sampled_operation(*mutated: str) -> Callable[[Callable[P, None]], Callable[P
         defaults = [(parameter.name, parameter.default) for parameter in parameters]
         # Without defaults: an argument that equals its default would be left out of a compiler's graph.
         schema = re.sub(r"=[^,)]*", "", torch.library.infer_schema(function, mutates_args=mutated))
-        _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"octavo::{name}", lambda *args: None)
         OPERATIONS[name] = function, lambda *args: False
         overload: Any = getattr(torch.ops.octavo, name).default
@@ -94,9 +94,6 @@ def sampled_operation(*mutated: str) -> Callable[[Callable[P, None]], Callable[P
         return call
 
     return register
-
-
-_LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 # ---- The quantized form of an operand of which some rows are sampled: its errors, and the range of its scales.

@@ -121,11 +121,6 @@ class Architecture:
     fused: bool = False
 
     @property
-    def rotary(self) -> bool:
-        """True if positions turn the queries and keys; models with LayerNorm add them to the embedding."""
-        return not self.layer_norm
-
-    @property
     def has_experts(self) -> bool:
         return any(block.has_experts for block in self.blocks)
 

@@ -369,12 +369,8 @@ def _origins(server: Server) -> dict[str, str]:
     layers = [layer for block in server.model.blocks for layer in block.layers]
     products = [((rows * each.active // each.copies, each.inputs, each.outputs), each.copies) for each in layers]
     found = find_origins(server.model, server.gpu, Recipe("bf16"), products, server.attention_limit)
-    if server.scheme is not None:
-        found["packed layers"] = _speed_origin(server)
-    return found
-
-
-def _speed_origin(server: Server) -> str:
+    if server.scheme is None:
+        return found
     pieces = ["the speed over BF16 that Llama-3-8B's layers have on an H200"]
     if server.model.has_experts:
         pieces.append("experts as the measured layer of the nearest size")
@@ -383,4 +379,4 @@ def _speed_origin(server: Server) -> str:
         pieces.append(f"for {' and '.join(missing)} that of {server.speeds.instead}, {unknown}")
     if server.gpu.architecture != MEASURED:
         pieces.append(f"not measured on {server.gpu.name}")
-    return "; ".join(pieces)
+    return found | {"packed layers": "; ".join(pieces)}

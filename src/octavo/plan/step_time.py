@@ -275,7 +275,7 @@ def _moved(setup: Setup, block: Block) -> tuple[float, float]:
     a, experts = block.attention, max(layer.active for layer in block.group("down"))
     features = a.queries + a.keys + a.values
     sorting = 8 * experts * setup.model.width if experts > 1 else 0  # rows to their experts and back
-    if not setup.model.rotary:
+    if setup.model.layer_norm:  # such models add positions to the embedding
         return sorting, 4 * features + sorting
     both = 4 * (a.queries + a.keys) + features + sorting
     return both, both

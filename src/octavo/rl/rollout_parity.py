@@ -14,7 +14,7 @@ Each source is measured alone, by runs that differ in nothing else. The order is
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +177,10 @@ class _Runs:
         with_weights = p
         if other:
             adapters: Any = getattr(self.trained, "disable_adapter", nullcontext)
-            with adapters(), _replaced(other):
+            with adapters(), ExitStack() as undo:
+                for parameter, numbers in other.items():  # in memory of their own
+                    undo.callback(setattr, parameter, "data", parameter.data)
+                    parameter.data = numbers
                 with_weights = self.trained_pass()[0]
         yield "weights", _kl(p, with_weights), detail
         logits, hidden = self.trained_pass()
@@ -238,13 +241,3 @@ def _other_weights(trained: nn.Module, served: nn.Module) -> tuple[dict[nn.Param
             size = size if math.isfinite(size) else math.inf
             count, worst = count + 1, max(worst, (size, f"{plain}, {wrong} of {ours.numel()} numbers"))
     return other, f"{count} tensors differ, most {worst[1]}" if count else "none: the same numbers"
-
-
-@contextmanager
-def _replaced(tensors: dict[nn.Parameter, Tensor]) -> Iterator[None]:
-    """The parameters hold other numbers, in memory of their own, while the block lasts."""
-    with ExitStack() as stack:
-        for parameter, tensor in tensors.items():
-            stack.callback(setattr, parameter, "data", parameter.data)
-            parameter.data = tensor
-        yield

@@ -269,21 +269,19 @@ class Watch:
         self.interval = max(interval, self.interval)
         if brief is not None:
             self._new.append(brief)
-        if full is not None:
-            self._receive_full(full)
-
-    def _receive_full(self, sample: Sample) -> None:
-        if self._layers.places and not len(sample.operands) and not self._samples:
+        if full is None:
+            return
+        if self._layers.places and not len(full.operands) and not self._samples:
             message = (
                 "the watch has recorded no operand in its first sample: the converted layers were not called in "
                 "training mode, or ran in a CUDA graph, which cannot be sampled"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        self._samples.append(sample)
-        self._layers.note(sample.operands)
+        self._samples.append(full)
+        self._layers.note(full.operands)
         self._describe()
         for listener in self.listeners:
-            listener(sample)
+            listener(full)
 
     def _describe(self) -> None:
         layers = self._layers.describe()

@@ -62,15 +62,11 @@ class SampleGrids:
         return found
 
 
-@dataclass
 class History:
     """The numbers of earlier samples that rules compare with. A resumed run begins a new history."""
 
-    layers: int
-    samples: int = 0
-
-    def __post_init__(self) -> None:
-        shape = (self.layers, len(OPERANDS))
+    def __init__(self, layers: int, samples: int = 0) -> None:
+        self.samples, shape = samples, (layers, len(OPERANDS))
         # [RECENT, layers, 3], of the last samples in any order; NaN where there was none
         self.amax, self.kurtosis = np.full((RECENT, *shape), np.nan), np.full((RECENT, *shape), np.nan)
         # [layers, 3], the number of samples in a row, up to the last, in which an operand was all zero
