@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fsdp_examples import backward, batch, equal, sharded, train
-from gpu_memory import poison
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER, poison
 from metrics import sqnr
 from ranks import run_ranks, use_gpus
 from tensor_parallel_examples import mesh_of

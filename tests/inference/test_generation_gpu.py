@@ -8,7 +8,7 @@ import torch
 from attention_oracle import attention64, given
 from bits import on_gpu
 from generation_examples import answers, batch, pair
-from gpu_memory import no_waits
+from gpus import no_waits
 from kv_cache_examples import DTYPES, greedy, model_of, prompts
 from metrics import sqnr
 from torch import Tensor, nn

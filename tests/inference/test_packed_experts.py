@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from gpu_memory import poison
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER, poison
 from metrics import sqnr
 from operation_counts import operations
 from packed_experts import TOP_K, E, K, oracle, packed_experts, packed_mixtral, routed

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_memory import no_waits, poison
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER, no_waits, poison
 from metrics import distance
 from packed_examples import write_run
 from packed_experts import packed_experts, packed_mixtral, routed

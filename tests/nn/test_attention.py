@@ -5,7 +5,7 @@ import copy
 import attention_fp8_oracle as oracle
 import pytest
 import torch
-from gpu_memory import poison
+from gpus import poison
 from kv_cache_examples import model_of
 from metrics import sqnr
 from operation_counts import operations

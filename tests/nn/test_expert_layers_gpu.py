@@ -6,9 +6,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from gpu_memory import no_waits, poison
+from gpus import ONLY_HOPPER, no_waits, poison
 from grouped_examples import results
-from hopper import ONLY_HOPPER
 from metrics import sqnr
 from torch import Tensor
 

@@ -27,7 +27,7 @@ from fused_oracle import (
     swiglu,
     tokens,
 )
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER
 from metrics import sqnr
 from torch import Tensor, nn
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_memory import poison
+from gpus import poison
 
 import octavo
 from octavo.nn.fused_loss import linear_cross_entropy

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER
 from metrics import sqnr
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_memory import no_waits
+from gpus import no_waits
 from operation_counts import operations
 from torch import Tensor, nn
 

@@ -4,7 +4,7 @@ import attention_fp8_oracle as oracle
 import pytest
 import torch
 from attention_fp8_oracle import both_passes, quantized
-from gpu_memory import no_waits, poison, replayed
+from gpus import no_waits, poison, replayed
 from metrics import sqnr
 
 from octavo.ops import fp8_attention, fp8_attention_limit

@@ -4,8 +4,8 @@ import pytest
 import torch
 from attention_oracle import DTYPES, attention64, given
 from bits import bits, on_gpu
-from compiled_code import calls
-from gpu_memory import poison
+from gpus import poison
+from operation_counts import calls
 from rotary_examples import cache as cache_of
 from rotary_examples import projections, tables
 from torch import Tensor

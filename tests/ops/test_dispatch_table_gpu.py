@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import on_gpu, wide
-from gpu_memory import poison
+from gpus import poison
 
 from octavo.numerics import Cast
 from octavo.numerics.qtensor import parse_granularity

@@ -24,8 +24,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import ROUNDOFF, errors_and_bounds, on_gpu, operands, row_norm, wide, wide_in_bf16
-from gpu_memory import poison, replayed
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER, poison, replayed
 from torch import Tensor
 
 from octavo.numerics import QTensor

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import on_gpu, row_norm, wide, wide_in_bf16
-from gpu_memory import no_waits, poison
+from gpus import ONLY_HOPPER, no_waits, poison
 from grouped_examples import (
     GROUPED_PAIRS,
     exact,
@@ -20,7 +20,6 @@ from grouped_examples import (
     row_error_bound,
     rows_of,
 )
-from hopper import ONLY_HOPPER
 
 from octavo.nn import GroupedLinear
 from octavo.numerics import ROW, QTensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bits import bits
-from compiled_code import calls
+from operation_counts import calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from bits import assert_same
-from gpu_memory import poison
+from gpus import poison
 from metrics import distance
 from operation_counts import operations
 from runtime_examples import layer_by_layer, logits, tokens

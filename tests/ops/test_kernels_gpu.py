@@ -13,7 +13,7 @@ import torch
 from activation_oracle import FAR, on_the_border
 from bits import assert_same, bits, on_gpu
 from fold_scales_oracle import folded, scales
-from gpu_memory import poison
+from gpus import poison
 from norm_oracle import EPS
 from norm_oracle import given as given_norm
 from operation_examples import OPERATIONS, Example, examples, permutations, quantizing, rotations

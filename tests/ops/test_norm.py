@@ -9,7 +9,7 @@ import pytest
 import torch
 from bits import bits
 from fused_op_examples import CASTS, DTYPES, NEAR, SIZES, assert_nan_in_one_row
-from gpu_memory import poison
+from gpus import poison
 from norm_oracle import EPS, EPS32, given, gradient_magnitudes, gradients64, norm64, statistics64
 from quantize_oracle import assert_rounds_to, name_of
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from bits import assert_same_numbers, on_gpu
-from gpu_memory import poison
+from gpus import poison
 from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast

@@ -7,7 +7,7 @@ import pytest
 import torch
 import weight_only_examples as examples
 from gemm_examples import on_gpu
-from gpu_memory import no_waits, poison, replayed
+from gpus import no_waits, poison, replayed
 
 from octavo.numerics import QTensor
 from octavo.ops import grouped_weight_only_mm, weight_only_mm

@@ -7,8 +7,7 @@ import torch
 from attention_oracle import attention64, given
 from bits import bits, on_gpu
 from gemm_examples import operands, wide, wide_in_bf16, worst_row
-from gpu_memory import poison
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER, poison
 from same_bits_examples import NEW, answer, forward, pair, prompts
 from tiny_models import Folders, folder_maker
 from torch import Tensor

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from gemm_examples import PAIRS, PROMOTED, ROUNDOFF, row_norm, wide
-from gpu_memory import poison
+from gpus import poison
 from torch import Tensor
 
 from octavo.numerics import FORMATS, QTensor

@@ -1,5 +1,6 @@
-"""Counts of the operations that a call dispatches."""
+"""The operations that a call dispatches, and those that generated code calls."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,3 +20,9 @@ def operations(call: Callable[[], object]) -> Counter[str]:
     with Count():
         call()
     return counts
+
+
+def calls(codes: list[str]) -> set[str]:
+    """The operations of ours that Inductor's code calls. (Its comments name those that were inlined.)"""
+    lines = (line.partition("#")[0] for code in codes for line in code.splitlines())
+    return {name for line in lines for name in re.findall(r"torch\.ops\.octavo\.(\w+)", line)}

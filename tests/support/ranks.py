@@ -93,11 +93,10 @@ def _results(receivers: list[Any]) -> list[Any]:
 
 def _rank(rank: int, world: int, folder: Path, sender: Any, function: Callable[..., Any], args: Any) -> None:
     warnings.simplefilter("error")
-    for message in (
-        ".*should not be instantiated", ".torch.jit.script", "The .grad attribute of a Tensor that is not",
-        "FX graph cache copying of a large constant",  # a small one, read from a GPU that waits for another rank
-    ):  # fmt: skip
+    for message in (".*should not be instantiated", ".torch.jit.script", "The .grad attribute of a Tensor that is not"):
         warnings.filterwarnings("ignore", message)  # torch.compile's own
+    # A small one, which is read from a GPU that waits for another rank.
+    warnings.filterwarnings("ignore", "FX graph cache copying of a large constant")
     torch.set_num_threads(1)
     try:
         store = distributed.FileStore(str(folder / "store"), world)

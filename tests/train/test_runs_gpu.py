@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from early_warning_examples import DOWN, UP, breaks_in_fp8, event
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER
 from launch import torchrun
 from patience import HANG
 from safetensors.torch import load_file

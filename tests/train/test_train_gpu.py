@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from gpu_memory import no_waits
-from hopper import ONLY_HOPPER
+from gpus import ONLY_HOPPER, no_waits
 from patience import HANG
 from saved_checkpoints import contents
 

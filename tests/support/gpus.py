@@ -1,11 +1,19 @@
-"""Poisoned GPU memory, so that elements which a kernel fails to write are not right by chance; waits for the device."""
+"""For tests on a GPU: a mark for GEMMs that only a Hopper runs, poisoned memory, and waits for the device.
+
+In poisoned memory, elements that a kernel fails to write are not right by chance.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
+
+ONLY_HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="these are Hopper's GEMMs"
+)
 
 
 def poison() -> None:
