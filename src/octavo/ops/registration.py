@@ -49,7 +49,7 @@ READERS: dict[Any, Callable[[str], Any]] = {
 }
 Function = Callable[..., Any]
 Result = TypeVar("Result")
-# Not by `torch.library.custom_op`, whose functions in Python around each call take 20 to 60 µs more.
+# Not by `torch.library.custom_op`: an operation that mutates took 18.6 µs of a CPU's time by it, and takes 1.2.
 LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
