@@ -266,8 +266,8 @@ class LayerKVCache:
                 scale.fill_(SMALLEST_SCALE)
 
     def part(self, sequences: slice, new: int) -> "LayerKVCache":
-        """The cache of some sequences, whose `new` tokens are counted, and come next. It is of one dtype with this one,
-        and has no warm-up."""
+        """A view of the cache of some sequences, whose `new` next tokens are counted already. Not for a warm-up, whose
+        scales follow from all sequences."""
         part = copy(self)
         part.keys, part.values = self.keys[sequences], self.values[sequences]
         part.empty, self.empty = self.count.host == new, False
