@@ -55,13 +55,13 @@ def test_histories_stay_and_that_of_dy_keeps_its_amax() -> None:
         run(layer, *operands())
         octavo.scales.update_scales(layer)
     before: Any = layer.histories
-    amax = before.of("dy").scale.item() * 448
+    amax = before["dy"].scale.item() * 448
     promote(layer, "e5m2")
     assert layer.histories is before
-    assert before.of("dy").scale.item() * 57344 == pytest.approx(amax)
+    assert before["dy"].scale.item() * 57344 == pytest.approx(amax)
     run(layer, *operands())
     octavo.scales.update_scales(layer)
-    dy = before.of("dy")
+    dy = before["dy"]
     assert dy.scale.item() * 57344 == pytest.approx(2 * dy.recent.max().item())  # the margin of the preset
     state = octavo.scales.scale_state(layer)
     promote(layer, "bf16")
