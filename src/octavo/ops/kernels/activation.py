@@ -154,8 +154,8 @@ def _backward_kernel(
     if ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
         d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+        _store_h(h * inv_h, h_data_ptr, m, offs, F)
         d0, d1, bits = _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED)
-        _store_h(h * inv_h, h_data_ptr, m, offs, F)  # behind all loads, none of which waits for it
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     else:
