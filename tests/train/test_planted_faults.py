@@ -78,7 +78,7 @@ def underflow_in_dw(trainer):
 
 
 def scale(trainer, name, value):
-    history = layer(trainer, name).histories.of("x")
+    history = layer(trainer, name).histories["x"]
     history.scale.fill_(value * float(history.scale))
     history.rule = replace(history.rule, interval=10**9)
 
