@@ -247,8 +247,7 @@ def test_a_full_disk_keeps_what_is_done(limit, done, llama, expected, tmp_path, 
             calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    work = tmp_path / ".out.calibrating"
-    assert len(list(work.glob("part-*"))) == done
+    assert len(list((tmp_path / ".out.calibrating").glob("part-*"))) == done
     assert same(calibrate(llama, data, tmp_path / "out", prompts=PROMPTS), expected)
 
 

@@ -211,13 +211,12 @@ def test_what_is_not_supported_says_so(cls, settings, message, tmp_path):
 
 
 PROMPTS = PromptOptions(samples=8, context=32, batch=4, seed=3)
-SIZES = {"moe_intermediate_size": 48, "intermediate_size": 48}
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_the_amax_of_every_expert_is_that_of_the_model_run_at_once(kind, tmp_path, data):
-    folder = make_model(tmp_path / kind, kind, **SIZES)
+    folder = make_model(tmp_path / kind, kind, moe_intermediate_size=48, intermediate_size=48)
     found = calibrate(folder, data, tmp_path / "out", prompts=PROMPTS)
     prompts = read_prompts(data, open_tokenizer(folder), PROMPTS)
     seen: dict[str, list[torch.Tensor]] = {}

@@ -314,9 +314,6 @@ def test_parts_that_ranks_wrote_are_checked_wherever_they_are_read_whole(tmp_pat
 # ---- Checks of the numbers in tensors
 
 
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_one_bad_number_is_found(dtype, bad):
@@ -329,7 +326,7 @@ def test_one_bad_number_is_found(dtype, bad):
 
 
 def test_each_code_of_e4m3_and_integers():
-    for code in E4M3:
+    for code in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn):
         assert bool(is_finite(code.view(1))) == bool(code.float().isfinite())
     assert is_finite(torch.arange(5))
 

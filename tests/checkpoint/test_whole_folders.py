@@ -162,10 +162,7 @@ def test_a_second_writer_is_told_who_the_first_one_is(tmp_path):
 
 def test_a_lock_is_held_once_and_given_up(tmp_path):
     with locked_folder(tmp_path / "new" / "run"):
-        with (
-            pytest.raises(LockedError, match="is in use"),
-            locked_folder(tmp_path / "new" / "run" / ".." / "run"),
-        ):
+        with pytest.raises(LockedError, match="is in use"), locked_folder(tmp_path / "new" / "run" / ".." / "run"):
             pytest.fail("the block must not run")
         with locked_folder(tmp_path / "new" / "other"):
             pass

@@ -40,8 +40,7 @@ class ToyForCausalLM(transformers.LlamaForCausalLM):
 
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model.double()(torch.arange(1, 33)[None]).logits
-    return found
+        return model.double()(torch.arange(1, 33)[None]).logits
 
 
 def test_groups():
@@ -64,8 +63,7 @@ def test_an_architecture_is_one_record(tmp_path, monkeypatch):
     ToyForCausalLM(config).save_pretrained(tmp_path / "toy")
 
     def made() -> nn.Module:
-        model: nn.Module = ToyForCausalLM.from_pretrained(tmp_path / "toy")
-        return model
+        return ToyForCausalLM.from_pretrained(tmp_path / "toy")
 
     assert not octavo.convert(made()).fused
     with pytest.raises(ArtifactError, match="ToyForCausalLM cannot be folded"):

@@ -1,6 +1,5 @@
 """The engine: sessions that stay, and texts of models of ours."""
 
-import model_examples
 import pytest
 import torch
 from generation_examples import answers, batch, pair, sessions
@@ -14,15 +13,7 @@ from octavo.inference import engine as engine_module
 from octavo.inference.engine import Engine, decode, open_engine
 from octavo.inference.kv_cache import UnservedError
 from octavo.inference.sampling import Sampling
-from octavo.inference.session import (
-    KeyShape,
-    Prompts,
-    capacity_for,
-    check_memory,
-    free_bytes,
-    key_shape,
-    pad_prompts,
-)
+from octavo.inference.session import KeyShape, Prompts, capacity_for, check_memory, free_bytes, key_shape, pad_prompts
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
 
@@ -84,8 +75,7 @@ def test_a_model_that_was_cast_gets_a_new_cache():
 def test_prompts_may_be_a_tensor():
     model, _ = pair("llama")
     engine, ids = Engine(model, context=128), batch()["input_ids"]
-    sampling = Sampling(temperature=0)
-    assert list(engine.generate(ids, 5, sampling)) == list(engine.generate(ids.tolist(), 5, sampling))
+    assert list(engine.generate(ids, 5, GREEDY)) == list(engine.generate(ids.tolist(), 5, GREEDY))
 
 
 def test_another_default_device():
@@ -109,7 +99,7 @@ CPU = torch.device("cpu")
 
 def lively_model(config: LlamaConfig | GPT2Config) -> Llama | GPT2:
     """Greedy text that does not repeat one token, and gaps that rounding cannot close."""
-    return model_examples.lively(config, 0.3).eval()
+    return lively(config, 0.3).eval()
 
 
 def prompt(length: int, seed: int = 5) -> list[int]:
@@ -287,8 +277,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 4, 5]]
 
 
 def gemma2() -> torch.nn.Module:
-    model: torch.nn.Module = model_of("gemma2", query_pre_attn_scalar=16)
-    return model
+    return model_of("gemma2", query_pre_attn_scalar=16)
 
 
 def test_the_models_and_lengths_that_our_cache_serves_have_it():

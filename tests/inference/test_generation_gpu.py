@@ -107,8 +107,7 @@ def test_a_changed_model_is_captured_again():
     before, graph = answers(fast, inputs, do_sample=False), session(fast).graph
     assert torch.equal(answers(fast, inputs, do_sample=False), before)
     assert session(fast).graph is graph
-    head = nn.Linear(64, 97, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    fast.lm_head = head
+    fast.lm_head = nn.Linear(64, 97, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     after = answers(fast, inputs, do_sample=False)
     assert session(fast).graph is not graph
     assert torch.equal(after, answers(eager(fast), inputs, do_sample=False))
@@ -163,8 +162,7 @@ def test_a_model_of_ours(autocast):
 
     def text() -> Tensor:
         prompts = pad_prompts([[1, 2, 3, 4, 5], [6, 7]], torch.device("cuda"))
-        steps = engine.run(prompts, 20, lambda ids, logits: logits.argmax(-1), None, watched=False)
-        *_, (ids, _) = steps
+        *_, (ids, _) = engine.run(prompts, 20, lambda ids, logits: logits.argmax(-1), None, watched=False)
         return ids
 
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
@@ -339,8 +337,7 @@ def test_a_long_prompt_in_pieces_in_fp8(kind):
         store.append(k[:, :, part], v[:, :, part])
         assert store.runs_fp8(q[:, :, part], None)
         found.append(store.attend(q[:, :, part]))
-    expected = prompt_attention(q, k, v, scale=128**-0.5)
-    assert sqnr(expected, torch.cat(found, 2)) > 18
+    assert sqnr(prompt_attention(q, k, v, scale=128**-0.5), torch.cat(found, 2)) > 18
 
 
 def test_an_engine_with_prompts_in_fp8():

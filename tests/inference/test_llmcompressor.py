@@ -51,11 +51,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             return make_model(folder, "llama")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the other program
-            compress(
-                make("BF16"),
-                folder,
-                {"scheme": "FP8_DYNAMIC", "actorder": None} if name == "GPTQ" else SCHEMES[name][0],
-            )
+            how = {"scheme": "FP8_DYNAMIC", "actorder": None} if name == "GPTQ" else SCHEMES[name][0]
+            compress(make("BF16"), folder, how)
         return folder
 
     return make

@@ -194,9 +194,6 @@ def test_the_code_of_one_layer_is_the_code_of_all(made, scheme):
 # ---- Compiling kernels while the files of a packed folder are read
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.mark.parametrize("open_meta", [read_meta_model, transformers_meta_model])
 @pytest.mark.parametrize("kv_cache", [None, "fp8"])
 def test_the_small_model_takes_the_prompts(example, open_meta, kv_cache):
@@ -212,7 +209,7 @@ def test_the_small_model_takes_the_prompts(example, open_meta, kv_cache):
     assert "layers.1" in str(shapes)
     assert "layers.2" not in str(shapes)
     small.model.to_empty(device="cpu")
-    run(small, CPU, kv_cache)
+    run(small, torch.device("cpu"), kv_cache)
 
 
 def test_loading_leaves_no_tensor_to_the_garbage_collector(made, monkeypatch):

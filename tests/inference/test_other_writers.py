@@ -36,13 +36,6 @@ def written(tmp_path_factory):
     return make
 
 
-def opened(folder):
-    """The model, without the remark that scales of outputs are not used."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is a scale that Octavo does not use")
-        return octavo.load(folder)
-
-
 def rounded(x, scale):
     return (x / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
 
@@ -60,10 +53,11 @@ def cast_input(layer, x):
     return torch.cat([rounded(part, scale) for part, scale in zip(parts, scales, strict=True)], 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*is a scale that Octavo does not use")
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_loaded_layer_computes_what_its_bytes_say(written, writer):
     folder, weights = written(writer)
-    model = opened(folder)
+    model = octavo.load(folder)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
     assert layers.keys() == weights.keys()
     for name, layer in layers.items():

@@ -113,8 +113,7 @@ def test_a_step_in_a_cuda_graph(trained: Pair) -> None:
         def step() -> Tensor:
             for length in lengths:
                 length.fill_(5)
-            found: Tensor = model(token, position_ids=position, **{CACHE: cache}, use_cache=True).logits
-            return found
+            return model(token, position_ids=position, **{CACHE: cache}, use_cache=True).logits
 
         required = step()
         side = torch.cuda.Stream()
@@ -163,8 +162,7 @@ def batch(seed: int) -> Tensor:
 @pytest.mark.parametrize(("recipe", "scheme"), [("rowwise", "channel"), ("blockwise", "block"), ("delayed", "static")])
 def test_a_packed_run_repeats_its_forward_pass(tmp_path: Path, recipe: str, scheme: str, name: str) -> None:
     config = CONFIGS[name]
-    model: Any = models.build(config)
-    model = model.cuda().bfloat16().train()
+    model = models.build(config).cuda().bfloat16().train()
     convert(model, recipe)
     for step in range(2):
         model(batch(step)).float().square().mean().backward()
@@ -172,8 +170,7 @@ def test_a_packed_run_repeats_its_forward_pass(tmp_path: Path, recipe: str, sche
     run = write_run(tmp_path / "run", model, config.to_hf(), recipe=recipe, model=name)
     state = {key: t.detach().cpu().clone() for key, t in scale_state(model).items()}
     save_file(state | {"random.cpu": torch.zeros(1)}, RunFolder(run).newest() / "state.safetensors")
-    report = pack(run, tmp_path / "out")
-    assert set(report.packed.values()) == {scheme}
+    assert set(pack(run, tmp_path / "out").packed.values()) == {scheme}
     packed = load_packed(tmp_path / "out", "cuda").model
     with torch.no_grad():
         want, found = model.eval()(batch(9)), packed(batch(9))
@@ -246,8 +243,7 @@ def test_the_gpu_gives_what_the_cpu_gives_weight_only_model(packed: Callable[[st
     text = tokens(length)[:1]
     gpu, cpu = logits(models[0], text.cuda()).cpu(), logits(models[1], text)
     assert distance(gpu, cpu) < 0.02  # BF16's own
-    apart = logits(layer_by_layer(models[0]), text.cuda()).cpu()
-    assert distance(gpu, apart) < 0.02
+    assert distance(gpu, logits(layer_by_layer(models[0]), text.cuda()).cpu()) < 0.02
 
 
 def test_compiled_it_gives_the_same(packed: Callable[[str], Path]) -> None:

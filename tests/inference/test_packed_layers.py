@@ -103,8 +103,7 @@ def test_the_gradient_is_that_of_the_dequantized_weight(scheme):
 
 
 def test_blocks_at_the_edge_may_be_smaller():
-    layer = packed_layer("block", inputs=200, outputs=328)
-    assert worst_row(*gradients(layer)) > 26
+    assert worst_row(*gradients(packed_layer("block", inputs=200, outputs=328))) > 26
 
 
 @pytest.mark.parametrize(("scheme", "products"), [("channel", 2), ("block", 2), ("mx", 1), ("weight", 0)])
@@ -180,8 +179,7 @@ def test_a_layer_holds_the_same_weight_and_computes_in_fnuz(mi300, scheme):
     assert own.weight.dtype == torch.float8_e4m3fnuz
     assert torch.equal(own.packed_weight().dequantize(), layer.packed_weight().dequantize())
     x = torch.randn(33, own.in_features)
-    operand = own.operand(x)
-    assert operand.data.dtype == torch.float8_e4m3fnuz
+    assert own.operand(x).data.dtype == torch.float8_e4m3fnuz
     if scheme == "static":  # the same grid: only the scale has another factor
         assert torch.equal(own(x), layer(x))
         assert own.input_limit < 1.1 * layer.input_limit
@@ -340,8 +338,7 @@ def test_what_inference_mode_made_can_be_trained_around(made):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_forward_pass_is_that_of_training_to_the_bit(made, name, dtype):
     trained, packed = open_theirs(made(name), torch.float32), opened(made, name)
-    report = octavo.convert(trained, "rowwise")
-    assert len(report.fused) == 4
+    assert len(octavo.convert(trained, "rowwise").fused) == 4
     if dtype == torch.bfloat16:  # the weights that training casts are the masters, as they were when it was packed
         for key, p in trained.named_parameters():
             if not key.endswith("_proj.weight"):

@@ -111,8 +111,7 @@ def test_bpe_save_and_load(tmp_path, bpe):
 def test_hugging_face_tokenizer(tmp_path, bpe):
     pytest.importorskip("transformers")
     bpe.save(tmp_path / "first")
-    tokenizer = HuggingFaceTokenizer(tmp_path / "first")
-    tokenizer.save(tmp_path / "second")
+    HuggingFaceTokenizer(tmp_path / "first").save(tmp_path / "second")
     again = HuggingFaceTokenizer(tmp_path / "second")
     assert again.vocabulary_size == 280
     for text in TEXTS:

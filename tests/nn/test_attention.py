@@ -17,7 +17,6 @@ from octavo.models.vision import ImageConfig, VisionTransformer
 from octavo.nn import use_bf16_attention, use_fp8_attention
 from octavo.nn.attention_layers import DECAY, GradientScales, attend_fp8
 
-CAUSAL = torch.ones(5, 5).triu(1).bool()
 PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
 SCORES = torch.linspace(-1, 1, 2 * 4 * 5 * 5).view(8, 5, 5)
 
@@ -25,7 +24,7 @@ CALLS = {
     "plain": {},
     "no weights": {"need_weights": False},
     "weights by head": {"average_attn_weights": False},
-    "causal": {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
+    "causal": {"attn_mask": torch.ones(5, 5).triu(1).bool(), "is_causal": True, "need_weights": False},
     "padding": {"key_padding_mask": PADDING},
     "padding, no weights": {"key_padding_mask": PADDING, "need_weights": False},
     "scores and padding": {"attn_mask": SCORES, "key_padding_mask": PADDING.float() * -3},
@@ -94,8 +93,7 @@ def test_its_projections_are_the_bits_of_linear_layers() -> None:
 def test_other_recipes_run_in_training_and_evaluation(recipe: str) -> None:
     module = attention(dropout=0.5)
     keys = module.state_dict().keys()
-    report = octavo.convert(module, recipe)
-    assert report.converted == ["out_proj", "in_proj_weight"]
+    assert octavo.convert(module, recipe).converted == ["out_proj", "in_proj_weight"]
     assert module.state_dict().keys() == keys
     x = torch.randn(2, 5, 32)
     assert not torch.equal(module(x, x, x)[0], module(x, x, x)[0])  # dropout
@@ -313,15 +311,12 @@ def test_a_gpu_against_float64_and_compiled():
 # ---- The layer after attention saves its input itself where PyTorch's attention saves it too
 
 
-AFTER = ("o_proj", "out_proj", "attention.proj")  # names of the layers after attention
-
-
 def marked(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if getattr(module, "input_is_saved", False)]
 
 
 def after_attention(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_modules() if name.endswith(AFTER)]
+    return [name for name, _ in model.named_modules() if name.endswith(("o_proj", "out_proj", "attention.proj"))]
 
 
 def gradients_saved_inputs(name: str, model: nn.Module) -> list[Tensor]:

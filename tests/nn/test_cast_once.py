@@ -403,8 +403,7 @@ def test_sharded_parameters_are_not_stale(step: Callable[[Net], None], evaluated
     """After a forward pass without backward FSDP leaves the root's parameters gathered, as plain tensors."""
     model = net()
     fresh = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (1,))
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     if evaluated:
         with torch.no_grad():
             model(batch())

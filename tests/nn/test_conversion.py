@@ -67,10 +67,8 @@ def quantized() -> nn.Module:
     return nn.ModuleDict({"layer": layer})
 
 
-MODULE, EIGHT_BITS = (
-    r"takes a torch\.nn\.Module, got",
-    r"weights in eight bits already: convert the model in BF16.*unpack",
-)
+MODULE = r"takes a torch\.nn\.Module, got"
+EIGHT_BITS = "weights in eight bits already: convert the model in BF16.*unpack"
 ONE = nn.Sequential(nn.Linear(4, 4))
 REFUSED = [
     (lambda: octavo.convert(5), rf"convert {MODULE} 5: pass the model itself"),
@@ -114,7 +112,6 @@ class Vision(nn.Module):
         return self.head(self.encoder(x).mean(1))
 
 
-IMAGES = torch.randn(2, 3, 16, 8)
 FLOPS = {  # 2 * rows * N * K by hand; 8 patches of 2 images
     "stem.weight": 2 * (2 * 16 * 8) * 3 * 27,
     "patches.weight": 2 * 16 * 32 * 48,
@@ -134,7 +131,7 @@ def test_the_shares_are_those_of_the_flops_of_the_pass(converted_before: bool, e
     model.requires_grad_(not evaluation)  # PyTorch's fast path would hide the layers
     if converted_before:
         octavo.convert(model, "tensorwise")
-    coverage, total = octavo.convert(model, batch=IMAGES).coverage, sum(FLOPS.values())
+    coverage, total = octavo.convert(model, batch=torch.randn(2, 3, 16, 8)).coverage, sum(FLOPS.values())
     assert {entry.name: entry.flops for entry in coverage.left} == {
         "stem.weight": pytest.approx(FLOPS["stem.weight"] / total),
         "patches.weight": pytest.approx(FLOPS["patches.weight"] / total),
@@ -213,12 +210,8 @@ MODELS = {
 STACKED = r"\.in_proj_weight$|(?<=\.experts)\.\w+$"  # the last part of a name that is no module's
 
 
-def tokens() -> torch.Tensor:
-    return torch.arange(24).view(2, 12)
-
-
 def output(model: nn.Module) -> torch.Tensor:
-    y = model(tokens())
+    y = model(torch.arange(24).view(2, 12))
     return y if isinstance(y, torch.Tensor) else y.logits
 
 

@@ -267,12 +267,12 @@ def test_sides_that_no_kernel_takes_and_narrow_ones_are_named(monkeypatch):
 # ---- A grouped linear layer: the bits of a dense layer for each group, in forward and backward
 
 
-K_GROUPED_LINEAR, N = 64, 96
+N = 96
 
 
 def layer(groups: int, recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> GroupedLinear:
     torch.manual_seed(0)
-    made = GroupedLinear(groups, K_GROUPED_LINEAR, N).to(dtype)
+    made = GroupedLinear(groups, K, N).to(dtype)
     made.recipe = recipe
     return made
 
@@ -280,9 +280,8 @@ def layer(groups: int, recipe: Recipe | None = None, dtype: torch.dtype = torch.
 def given_grouped_linear(rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     sizes = torch.exp2(torch.randint(-6, 7, (rows, 1)))
-    return (torch.randn(rows, K_GROUPED_LINEAR) * sizes).to(dtype).requires_grad_(), (torch.randn(rows, N) / sizes).to(
-        dtype
-    )
+    x, dy = torch.randn(rows, K) * sizes, torch.randn(rows, N) / sizes
+    return x.to(dtype).requires_grad_(), dy.to(dtype)
 
 
 @pytest.mark.parametrize("recipe", [rowwise(), *SEPARATE[:-1]], ids=str)
@@ -296,7 +295,7 @@ def test_each_group_has_the_bits_of_a_dense_layer(sizes, dtype, recipe):
         if rows.stop == rows.start:
             assert not experts.weight.grad[e].any()
             continue
-        dense = nn.Linear(K_GROUPED_LINEAR, N, bias=False, dtype=dtype)
+        dense = nn.Linear(K, N, bias=False, dtype=dtype)
         dense.weight.data = experts.weight.data[e]
         alone = x.detach()[rows].requires_grad_()
         expected = convert_layer(dense, Linear, recipe, "dense")(alone)
@@ -328,7 +327,7 @@ def test_without_a_recipe_it_is_plain_pytorch():
 
 
 def test_from_linears():
-    linears = [nn.Linear(K_GROUPED_LINEAR, N, bias=False) for _ in range(3)]
+    linears = [nn.Linear(K, N, bias=False) for _ in range(3)]
     experts, (x, _) = GroupedLinear.from_linears(linears), given_grouped_linear(12, torch.float32)
     expected = torch.cat([linears[0](x[:5]), linears[2](x[5:])])
     torch.testing.assert_close(experts(x, offsets_of([5, 0, 7])), expected)

@@ -53,8 +53,7 @@ def test_compiled_code_has_the_same_bits(shape, recipe):
     module.recipe = recipe
     expected = results(module, *values)
     module.compile(fullgraph=True)
-    actual = results(module, *values)
-    for one, other in zip(actual, expected, strict=True):
+    for one, other in zip(results(module, *values), expected, strict=True):
         if recipe.fusable is None:
             assert sqnr(other, one) > 30  # Inductor rounds the products of the activation less often
         else:

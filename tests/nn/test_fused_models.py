@@ -24,14 +24,13 @@ SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
     "num_key_value_heads": 1, "intermediate_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = {  # a class of transformers, more of its configuration, and its head
     "llama": ("Llama", {}, Head("lm_head")),
     "tied": ("Llama", {"tie_word_embeddings": True}, Head("lm_head")),
     "gemma2": ("Gemma2", {}, Head("lm_head", pytest.approx(1 / 30), 30.0)),
     "granite": ("Granite", {"logits_scaling": 8.0, "tie_word_embeddings": False}, Head("lm_head", 0.125)),
     "cohere": ("Cohere", {"logit_scale": 0.5}, Head("lm_head", 0.5)),
-    "gpt2": ("GPT2", GPT2, Head("lm_head")),
+    "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, Head("lm_head")),
     "mixtral": ("Mixtral", {"num_local_experts": 2, "output_router_logits": True}, Head("lm_head")),
 }
 

@@ -218,11 +218,7 @@ def make(kind: str) -> tuple[Tensor, Tensor, Tensor]:
         dy *= torch.exp2(8 * torch.rand(T_FOLD, 1))
     else:
         student = torch.distributions.StudentT(3.0)
-        x, w, dy = (
-            student.sample((T_FOLD, K_FOLD)),
-            student.sample((N_FOLD, K_FOLD)) * 0.02,
-            student.sample((T_FOLD, N_FOLD)) * 1e-3,
-        )
+        x, w, dy = (student.sample(t.shape) * size for t, size in ((x, 1), (w, 0.02), (dy, 1e-3)))
     return x, w, dy
 
 

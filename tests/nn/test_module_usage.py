@@ -32,10 +32,6 @@ from octavo.recipe import GEMMS, Recipe, rowwise
 Inputs = tuple[Tensor, ...]
 
 
-def stack() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(80, 112), nn.GELU(), nn.Linear(112, 48))
-
-
 def routed() -> Inputs:
     """Tokens, the experts of each, and their weights."""
     return torch.randn(40, 64), torch.rand(40, 5).topk(2).indices, torch.rand(40, 2)
@@ -50,9 +46,11 @@ def both() -> Inputs:
     return tokens(33), tokens(33)
 
 
-Make = tuple[Callable[[], nn.Module], Callable[[], Inputs]]
-MODULES: dict[str, Make] = {
-    "linear": (stack, lambda: (torch.randn(32, 80),)),
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(80, 112), nn.GELU(), nn.Linear(112, 48)),
+        lambda: (torch.randn(32, 80),),
+    ),
     "convolution": (lambda: nn.Conv2d(24, 16, 4, 4), lambda: (torch.randn(2, 24, 8, 8),)),
     "Conv1D": (lambda: nn.Sequential(Conv1D(96, 64)), lambda: (torch.randn(32, 64),)),
     "attention": (SelfAttention, lambda: (torch.randn(2, 5, 32),)),
@@ -236,8 +234,7 @@ def checkpointed(model: nn.Sequential) -> nn.Module:
 
 def with_adapters(model: nn.Module) -> nn.Module:
     config = peft.LoraConfig(r=2, target_modules=["1.0"], modules_to_save=["2"])
-    wrapped: Any = peft.get_peft_model(model, config)
-    return wrapped
+    return peft.get_peft_model(model, config)
 
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {

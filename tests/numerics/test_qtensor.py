@@ -204,8 +204,7 @@ def test_amax_is_nan_in_the_block_that_holds_one_and_only_there(granularity):
     x = torch.ones(17, 130)
     x[3, 70], x[16, 129] = torch.nan, torch.inf
     amax = granularity.amax(x)
-    members = slow_blocks(granularity, (17, 130))
-    for place, indices in members.items():
+    for place, indices in slow_blocks(granularity, (17, 130)).items():
         held = {float(x[i]) if not x[i].isnan() else "nan" for i in indices if i in ((3, 70), (16, 129))}
         expected = torch.nan if "nan" in held else (torch.inf if held else 1.0)
         assert torch.equal(amax[place], torch.tensor(expected)) or (amax[place].isnan() and math.isnan(expected))

@@ -12,12 +12,7 @@ from fused_op_examples import CASTS, DTYPES, NEAR, SIZES, assert_nan_in_one_row
 from quantize_oracle import assert_rounds_to, name_of
 
 from octavo.numerics import Cast
-from octavo.ops import (
-    activation_backward,
-    activation_quantize,
-    activation_quantize_scaled,
-    activation_scales,
-)
+from octavo.ops import activation_backward, activation_quantize, activation_quantize_scaled, activation_scales
 from octavo.ops.activation import WIDTHS
 
 E4M3 = Cast()
@@ -78,8 +73,7 @@ def test_the_bytes_are_made_again_on_the_border_of_two_codes(kind):
     u = on_the_border(kind)
     first = activation_quantize(u, kind, E4M3)
     assert set(first.data[:, 0].float().tolist()) == {16.0, 18.0}
-    again = backward(torch.ones(4096, 2), u, kind).h
-    assert torch.equal(bits(again.data), bits(first.data))
+    assert torch.equal(bits(backward(torch.ones(4096, 2), u, kind).h.data), bits(first.data))
 
 
 def test_factors_multiply_the_gradient_before_its_amax_is_taken():
@@ -118,8 +112,7 @@ def test_gelu_far_from_zero_is_u_or_zero(value):
     u = torch.tensor([[value, 1.0]])
     h = activation_quantize(u, "gelu", E4M3)
     assert torch.equal(h.scale * 448, torch.tensor([[max(value, 0.8413447141647339)]]))
-    actual = backward(torch.ones(1, 2), u, "gelu", biased=True)
-    assert actual.dbias[0] == (value > 0)
+    assert backward(torch.ones(1, 2), u, "gelu", biased=True).dbias[0] == (value > 0)
 
 
 def test_gelu_is_flat_where_its_density_would_be_subnormal():

@@ -13,12 +13,8 @@ from octavo.ops.attention import MAX_DIM, MAX_ROWS, ordered_attention, widened_a
 from octavo.ops.attention_tiles import TILES, choose_tile, shared_bytes, splits_of
 from octavo.ops.launching import Cache
 
-SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
-    (2, 8, 2, 1, 32, 50, 37),
-    (1, 4, 4, 3, 24, 40, 40),
-    (3, 4, 1, 2, 16, 20, 2),
-    (2, 2, 2, 1, 8, 5, 1),
-]
+# Batch, heads, heads of keys, new tokens, size, room, tokens
+SHAPES = [(2, 8, 2, 1, 32, 50, 37), (1, 4, 4, 3, 24, 40, 40), (3, 4, 1, 2, 16, 20, 2), (2, 2, 2, 1, 8, 5, 1)]
 
 
 HERE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -43,8 +43,6 @@ SIZES = [(1, 16, 16), (16, 16, 16), (33, 48, 80), (257, 515, 129), (1024, 4096, 
 # Of our kernels. k, n: no multiples of a tile, a group or a load, not aligned, shorter than a tile; cut along K; of
 # Llama-3-8B
 OUR_SIZES = [(16, 16), (80, 48), (129, 515), (1031, 77), (4096, 64), (14336, 4096), (4096, 6144)]
-SIZES_OF_GROUPS = [(515, 129), (4096, 200), (14336, 200)]
-PAIRS = ["row", "row-gradient", "row-e5m2", "tensor"]
 PAIRS_OF_GROUPS = ["group32", "group64", "group64-e5m2", "strip-strip", "strip-square", "mx"]
 
 
@@ -96,8 +94,8 @@ def test_worst_row(pair, size, dtype, with_bias, fast):
 @pytest.mark.parametrize(
     ("pair", "size", "m"),
     [
-        *each_with_each(PAIRS, OUR_SIZES, (1, 2, 3, 16, 17, 64)),
-        *each_with_each(PAIRS_OF_GROUPS, SIZES_OF_GROUPS, (1, 3, 130)),
+        *each_with_each(["row", "row-gradient", "row-e5m2", "tensor"], OUR_SIZES, (1, 2, 3, 16, 17, 64)),
+        *each_with_each(PAIRS_OF_GROUPS, [(515, 129), (4096, 200), (14336, 200)], (1, 3, 130)),
     ],
     ids=str,
 )

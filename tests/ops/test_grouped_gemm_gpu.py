@@ -242,8 +242,7 @@ def test_sums_are_as_near_as_pytorchs(fast):
 def test_the_operation_runs_e5m2_by_it(formats):
     h, scale, x_t, offsets = gradient_operands([128, 0, 256], formats)
     assert find_grouped_backend(torch.device("cuda"), formats).name == "triton"
-    given = h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda()
-    dw = grouped_mm_dw(*given, out_dtype=torch.float32)
+    dw = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), out_dtype=torch.float32)
     assert torch.equal(dw, gradient(h, scale, x_t, offsets, torch.float32, fast=False))
 
 

@@ -23,13 +23,6 @@ def integers(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(rows * (np.float32(1) / scale)).astype(np.int64), scale
 
 
-def product(x: Tensor, w: Tensor) -> np.ndarray:
-    """y float32 of the integers of x and w, with three roundings."""
-    (x_q, s_x), (w_q, s_w) = integers(x), integers(w)
-    y: np.ndarray = (x_q @ w_q.T).astype(np.float32) * s_x * s_w.T
-    return y
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_are_integers_times_a_scale(dtype: torch.dtype) -> None:
     x = (torch.randn(7, 4096) * torch.logspace(-3, 3, 7)[:, None]).to(dtype)
@@ -54,13 +47,13 @@ def test_a_row_that_is_not_finite_gives_a_row_of_nan(bad: float) -> None:
     x[1, 7] = bad
     q = ops.quantize(x, INT8)
     assert q.scale.isnan().flatten().tolist() == [False, True, False]
-    y = int8_mm(q, ops.quantize(w, INT8))
-    assert y.isnan().all(1).tolist() == [False, True, False]
+    assert int8_mm(q, ops.quantize(w, INT8)).isnan().all(1).tolist() == [False, True, False]
 
 
 def test_the_gemm_is_integer_arithmetic() -> None:
     x, w, b = torch.randn(10, 4096) * 3, torch.randn(48, 4096), torch.randn(48)
-    expected = product(x, w)
+    (x_q, s_x), (w_q, s_w) = integers(x), integers(w)
+    expected = (x_q @ w_q.T).astype(np.float32) * s_x * s_w.T  # three roundings
     y = int8_mm(ops.quantize(x, INT8), ops.quantize(w, INT8), bias=b, out_dtype=torch.float32)
     assert np.array_equal(y.numpy(), expected + b.numpy())
     residual = torch.randn(10, 48).bfloat16()

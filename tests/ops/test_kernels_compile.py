@@ -190,11 +190,8 @@ def calls_of_products(capability: int) -> Iterator[Call]:
         yield "gemm", "scaled_mm", (on_cpu(m, 4096), ones(m, 1), packed, ones(4096, 1), None, HALF, False)
     for m, size in product((1, 64, 4096), (32, 64, 128)):
         scales, by = ones(4096, 4096 // size), group(size)
-        yield (
-            "block_scaled_gemm",
-            "scaled_mm",
-            (Operands(on_cpu(m, 4096), packed, scales[:m], scales, by, by), None, HALF),
-        )
+        operands = Operands(on_cpu(m, 4096), packed, scales[:m], scales, by, by)
+        yield "block_scaled_gemm", "scaled_mm", (operands, None, HALF)
     for m, pair in product((16, 256, 8192), ((group(128), block(128, 128)), (group(64),) * 2)):
         a, b = on_cpu(m, 4096), stack
         scales = (ones(by.scale_shape(t.shape)) for by, t in zip(pair, (a, b), strict=True))

@@ -130,13 +130,10 @@ def new(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16)
 
 
-def numbers(shape: tuple[int, int]) -> dict[str, Tensor]:
-    return {"x": torch.randn(shape), "k": torch.randn(shape[1]), "row": ones(shape[0], 1), "column": ones(1, shape[1])}
-
-
 def calls_of(shape: tuple[int, int], cast: Cast) -> Iterator[tuple[str, object]]:
     """Each operation that quantizes x of this shape by a cast, and a call of it."""
-    x, k, row, column = numbers(shape).values()
+    x, k = torch.randn(shape), torch.randn(shape[1])
+    row, column = ones(shape[0], 1), ones(1, shape[1])
     yield "quantize", lambda: quantize(x, cast, column_scale=column, mantissa_of=row)
     yield "quantize_stack", lambda: quantize_stack([x, x], cast)
     yield "quantize_transposed", lambda: quantize_transposed(x, cast)

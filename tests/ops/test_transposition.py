@@ -11,7 +11,6 @@ from octavo.numerics import FORMATS
 from octavo.ops import fold_scales, transpose
 
 KINDS = {FORMATS[name].dtype: ML_DTYPES[name] for name in FP8}
-SHAPES = [(1, 1), (1, 8), (8, 1), (3, 5), (17, 130), (129, 257), (0, 7), (7, 0)]
 
 
 def random_bytes(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -20,7 +19,7 @@ def random_bytes(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (8, 1), (3, 5), (17, 130), (129, 257), (0, 7), (7, 0)], ids=str)
 def test_bytes_are_transposed_as_they_are(dtype, shape):
     data = random_bytes(shape, dtype)
     result = transpose(data)

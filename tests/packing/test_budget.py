@@ -137,12 +137,13 @@ def test_more_is_kept_for_less(tmp_path, data):
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
     texts = prompts(source, data, 10)
     counts = []
+    names = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
     for part in (0.5, 0.1):
         budget = Budget("kl", part * loose.all_packed.kl.value)
         report, kept = pack_within(source, tmp_path / f"{part}", [budget], data, prompts=FEW)
         assert kept.quality.kl.value <= budget.limit < kept.all_packed.kl.value
         counts.append(kept.kept)
-        for layers in groups([f"model.layers.{i}.{name}" for i in range(3) for name in NAMES]):
+        for layers in groups([f"model.layers.{i}.{name}" for i in range(3) for name in names]):
             assert len({layer in report.packed for layer in layers}) == 1
         fewer = [layer for group in kept.ranking[: kept.kept - 1] for layer in group.layers]
         pack(source, tmp_path / f"{part} fewer", skip=fewer)
@@ -151,17 +152,13 @@ def test_more_is_kept_for_less(tmp_path, data):
     assert 0 < counts[0] < counts[1] < 12
 
 
-NAMES = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-
-
 @pytest.mark.slow
 def test_perplexity(tmp_path, model, data):
     report, loose = pack_within(model, tmp_path / "all", [Budget("ppl", 9)], data, prompts=MANY)
     assert loose.skip == []  # a budget that holds at once
     assert len(report.packed) == 3 * 7
     assert loose.quality == loose.all_packed
-    before = loose.all_packed.perplexity_ratio.value
-    assert before > 0.03
+    assert loose.all_packed.perplexity_ratio.value > 0.03
     _, kept = pack_within(model, tmp_path / "out", [Budget("kl", 9), Budget.parse("ppl=1.5%")], data, prompts=MANY)
     assert kept.skip == [SENSITIVE]
     source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()

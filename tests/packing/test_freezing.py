@@ -54,8 +54,7 @@ def test_a_model_folder_gets_the_scales_of_a_calibration(bf16, data, tmp_path):
     """A calibration runs the model block by block, a warm-up as a whole: the same bytes and scales."""
     calibrate(bf16, data, tmp_path / "calibrated", prompts=PROMPTS)
     pack(bf16, tmp_path / "expected", scheme="static", calibration=tmp_path / "calibrated")
-    report = pack_frozen(bf16, tmp_path / "out", data, prompts=PROMPTS)
-    assert set(report.packed.values()) == {"static"}
+    assert set(pack_frozen(bf16, tmp_path / "out", data, prompts=PROMPTS).packed.values()) == {"static"}
     expected, found = stored(tmp_path / "expected"), stored(tmp_path / "out")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -107,8 +107,7 @@ def expected(folder: Path, weights: str) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
-    found: Tensor = model(torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(3))).logits
-    return found.double()
+    return model(torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(3))).logits.double()
 
 
 @pytest.mark.parametrize("weights", ["q8_0", "f16"])
@@ -241,11 +240,9 @@ def test_the_stretched_rotation_of_llama_3(tmp_path):
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
     source = write_model(tmp_path / "source", "llama wide heads", rope_parameters=rope)
-    report = export_gguf(source, tmp_path / "model.gguf")
-    assert report.types["f32"] == 6
+    assert export_gguf(source, tmp_path / "model.gguf").types["f32"] == 6
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    config = transformers.AutoConfig.from_pretrained(source)
-    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(source), "cpu")
     plain = 1 / 10000.0 ** (torch.arange(0, 32, 2, dtype=torch.float64) / 32)
     factors = torch.from_numpy(tensors["rope_freqs.weight"].copy())
     assert factors.min() == 1

@@ -44,11 +44,10 @@ def test_transformers_with_our_token_scales_gives_our_logits(example, monkeypatc
     That can turn the rounding of an activation, and with it what follows in its text: hence many short ones, and the
     median over them. With another token scale every one of them is off by some percent.
     """
-    cast = ROW_X
 
     def by_token(value: Tensor, args: Any, module: nn.Module, global_scale: None) -> tuple[Tensor, Tensor]:
         scale = value.abs().amax(-1, keepdim=True) / 448
-        if cast.power_of_two:
+        if ROW_X.power_of_two:
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
         return scale, torch.zeros_like(scale)
 
@@ -107,8 +106,7 @@ def test_a_packed_run_repeats_its_forward_pass(tmp_path, recipe, scheme):
     for parameter in model.parameters():
         parameter.copy_((parameter * 3).bfloat16())
     run = write_run(tmp_path / "run", model, config.to_hf(), recipe=recipe)
-    report = pack(run, tmp_path / "out")
-    assert set(report.packed.values()) == {scheme}
+    assert set(pack(run, tmp_path / "out").packed.values()) == {scheme}
     packed = load_float32(tmp_path / "out")
     convert(model, recipe)
     found, trained = outputs(packed), outputs(model)

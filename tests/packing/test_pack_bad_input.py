@@ -170,11 +170,10 @@ def test_a_model_of_which_nothing_fits_takes_another_scheme():
 
 
 CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 4}
-LAYER = "model.layers.0."
 
 
 def check(scheme: str, leaf: str, size: tuple[int, int], degree: int, **config: int) -> None:
-    name = LAYER + leaf
+    name = f"model.layers.0.{leaf}"
     check_degrees({name: SCHEMES[scheme]}, {name: size}, CONFIG | config, [degree])
 
 

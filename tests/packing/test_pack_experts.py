@@ -329,8 +329,7 @@ def test_they_stay_in_bf16_with_those_that_readers_fuse_with_them(run, tmp_path)
 
 def test_a_layer_that_is_named_is_packed(run, tmp_path):
     promote(run, promotion(DOWN))
-    report = pack(run, tmp_path / "asked", layers={DOWN: "channel"})
-    assert report.packed[DOWN] == "channel"
+    assert pack(run, tmp_path / "asked", layers={DOWN: "channel"}).packed[DOWN] == "channel"
 
 
 def test_a_run_that_moved_all_its_layers_is_refused(run, tmp_path):

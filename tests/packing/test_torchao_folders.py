@@ -43,9 +43,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("torchao")
     make_model(root / "bf16", "llama", num_hidden_layers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            quant_api, "_check_hardware_support", lambda granularity: None
-        )  # torchao writes it on a GPU alone
+        # torchao writes it on a GPU alone
+        patch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
         for name, config in CONFIGS.items():
             options: Any = {"quantization_config": TorchAoConfig(config), "dtype": torch.bfloat16}
             model = AutoModelForCausalLM.from_pretrained(root / "bf16", **options)
@@ -107,11 +106,10 @@ def test_verify_reads_it(folders, tmp_path, scheme) -> None:
         assert (finding.kind, finding.where) == ("weights", f"{UP}.weight")
 
 
-def test_inspect_lists_it(folders, request) -> None:
-    octavo_command = request.getfixturevalue("octavo")
-    printed = octavo_command("inspect", str(folders["tensor"]))[1]
-    assert "torchao: 7 layers packed" in printed
-    (row,) = (line.split() for line in printed.splitlines() if line.startswith(f"{UP}.weight "))
+def test_inspect_lists_it(folders, printed) -> None:
+    listed = printed("inspect", folders["tensor"])
+    assert "torchao: 7 layers packed" in listed
+    (row,) = (line.split() for line in listed.splitlines() if line.startswith(f"{UP}.weight "))
     assert (row[1], row[5:7]) == ("e4m3", ["tensor", "1"])
 
 

@@ -43,8 +43,7 @@ def build(name: str) -> Any:
     """A model by `delayed`, which has no margin, so that weights outgrow their scales."""
     torch.manual_seed(0)
     model = Llama(CONFIGS[name]) if name == "llama" else GPT2(CONFIGS[name])
-    skip = ["*.down_proj"] if name == "llama" else []
-    convert(model, delayed(history=History(margin=0.0)), skip=skip)
+    convert(model, delayed(history=History(margin=0.0)), skip=["*.down_proj"] if name == "llama" else [])
     return model
 
 
@@ -175,7 +174,6 @@ def test_states_that_give_no_scale(runs, tmp_path):
 # ---- Packing with scales of least squared error and of powers of two, and which layers share a scale
 
 
-SCHEME_NAMES = [name for name in SCHEMES if name != "static"]
 Q_K_V = tuple(f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv")
 
 
@@ -208,7 +206,7 @@ def errors(packed: Path, source: Path, scheme: str) -> dict[str, float]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("scheme", SCHEME_NAMES)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "static"])
 def test_the_gain_by_layer_is_that_of_the_files(source, packing, scheme, pow2):
     amax, report = packing(scheme, "amax", pow2), packing(scheme, "mse", pow2)
     assert report.gains.keys() == report.packed.keys()
@@ -274,10 +272,6 @@ def rounding_error(w: Tensor, scale: float, cast: Cast) -> float:
     return float(((q - exact) ** 2).sum()) * scale**2
 
 
-def search(w: Tensor, cast: Cast) -> scale_search.SearchedScale:
-    return scale_search.search_scale(w, quantize(w, cast).scale.float(), cast)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
@@ -325,7 +319,7 @@ def test_the_cast_by_the_first_scale_is_the_quantizer(name):
 def test_the_ends_of_float32(fill):
     for cast in (Cast(), Cast(granularity=TENSOR), Cast(granularity=group(32)), Cast(scale="pow2")):
         w = torch.full((2, 64), fill)
-        found = search(w, cast)
+        found = scale_search.search_scale(w, quantize(w, cast).scale.float(), cast)
         assert (found.scale >= 2.0**-126).all()
         assert found.scale.isfinite().all()
         assert found.before.isfinite().all()

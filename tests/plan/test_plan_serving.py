@@ -18,8 +18,7 @@ from octavo.plan.serving import ServingPlan, find_speeds, weight_bytes
 from octavo.rates.measured import find_gpu, measured_expert_speeds, measured_speeds
 from octavo.train.config import Config
 
-RESULTS = Path(__file__).parents[2] / "bench/results"
-MEASURED = json.loads((RESULTS / "gpu_serve.json").read_text())
+MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/gpu_serve.json").read_text())
 
 
 def serve(scheme: str, batch: int, context: int, cache: str = "bf16") -> ServingPlan:

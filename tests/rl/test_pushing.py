@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import IDS, built, same_bits
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import octavo
@@ -26,8 +26,7 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 def tokens(model):
     ids = IDS[:, :8]
-    found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    return found
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
 
 
 def pointers(model):
@@ -287,8 +286,7 @@ def packed_files(model, folder, **how):
 def test_served_weights_are_the_tensors_that_pack_writes(tmp_path, name, recipe, how):
     model = trained(name, recipe)
     found = dict(served_weights(model, **({} if recipe else how)))
-    want = packed_files(model, tmp_path, **how)
-    assert same_bits(found, want)
+    assert same_bits(found, packed_files(model, tmp_path, **how))
     layers = [name.split(".layers.")[1].split(".")[0] for name in found if ".layers." in name]
     assert layers == sorted(layers, key=int)  # one layer after the other
 

@@ -13,7 +13,6 @@ from octavo.numerics import TENSOR, Cast
 from octavo.ops import fp8_attention, fp8_attention_backward, quantize
 
 P_SCALE = 2.0**-8
-CAST = Cast(granularity=TENSOR)
 
 
 class Quantized(NamedTuple):
@@ -30,7 +29,7 @@ class Quantized(NamedTuple):
 def quantized(x: Tensor) -> Quantized:
     """x [B, H, T, D] quantized as a whole."""
     by_token = x.transpose(1, 2)
-    found = quantize(by_token.reshape(-1, by_token.shape[2] * by_token.shape[3]), CAST)
+    found = quantize(by_token.reshape(-1, by_token.shape[2] * by_token.shape[3]), Cast(granularity=TENSOR))
     return Quantized(found.data.view(by_token.shape).transpose(1, 2), found.scale)
 
 

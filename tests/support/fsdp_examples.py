@@ -88,8 +88,7 @@ def train(model: nn.Module, step: Callable[[nn.Module, int], Tensor] | None = No
 
 def backward(model: nn.Module, seed: int, rows: int = 6) -> Tensor:
     p = next(model.parameters())
-    width = p.shape[-1]
-    loss = model(batch(seed, rows, width).to(p.device)).float().square().mean()
+    loss = model(batch(seed, rows, p.shape[-1]).to(p.device)).float().square().mean()
     loss.backward()
     return loss
 

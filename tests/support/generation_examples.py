@@ -35,8 +35,7 @@ def batch(rows: int = 3, length: int = 11, padding: tuple[int, ...] = ()) -> dic
 
 def answers(model: Any, inputs: dict[str, Tensor], seed: int = 0, **settings: Any) -> Tensor:
     torch.manual_seed(seed)
-    found: Tensor = model.generate(**inputs, **{"max_new_tokens": 24} | settings)
-    return found
+    return model.generate(**inputs, **{"max_new_tokens": 24} | settings)
 
 
 def sessions(model: Any) -> list[Session]:

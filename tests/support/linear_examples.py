@@ -8,8 +8,6 @@ from octavo.recipe import Recipe
 
 T, K, N = 96, 80, 112
 QUANTIZED = [name for name in octavo.recipe.PRESETS if name != "bf16"]
-
-
 FOUR_BITS = ("mxfp4", "nvfp4")
 FOUR_BITS_DB = 12  # at least, with both operands in e2m1
 
@@ -53,5 +51,4 @@ class SelfAttention(nn.Module):
         self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return y
+        return self.attention(x, x, x, need_weights=False)[0]

@@ -19,14 +19,7 @@ import octavo.nn.fused_loss  # registers linear_cross_entropy
 import octavo.ops
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.observation.operand_statistics import HEAD, WIDTH
-from octavo.ops import (
-    activation_scales,
-    aligned_groups,
-    group_of_rows,
-    quantize,
-    quantize_matrices,
-    sort_by_expert,
-)
+from octavo.ops import activation_scales, aligned_groups, group_of_rows, quantize, quantize_matrices, sort_by_expert
 from octavo.ops.activation import WIDTHS
 from octavo.ops.gemm import operands_of
 from octavo.ops.registration import Operation

@@ -20,8 +20,7 @@ def tokens(length: int = 21, vocabulary: int = 99) -> Tensor:
 
 @torch.no_grad()
 def logits(model: Any, ids: Tensor | None = None) -> Tensor:
-    found: Tensor = model(tokens() if ids is None else ids).logits
-    return found
+    return model(tokens() if ids is None else ids).logits
 
 
 class Doubled(nn.Module):

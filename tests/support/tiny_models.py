@@ -48,10 +48,7 @@ SOUNDS = {
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
-    "llama with biases": (
-        "LlamaForCausalLM",
-        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
-    ),
+    "llama with biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 8}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {}),
@@ -92,10 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_chunk_size": 16},
     ),
     "xlm roberta masked": ("XLMRobertaForMaskedLM", {"pad_token_id": 1, "max_position_embeddings": 66}),
-    "llama4": (
-        "Llama4ForCausalLM",
-        {"intermediate_size_mlp": 64, "intermediate_size": 64, "num_local_experts": 4},
-    ),
+    "llama4": ("Llama4ForCausalLM", {"intermediate_size_mlp": 64, "intermediate_size": 64, "num_local_experts": 4}),
     "gptneox": ("GPTNeoXForCausalLM", {}),
     "falcon": ("FalconForCausalLM", {"head_dim": ..., "bias": True}),
     "bloom": ("BloomForCausalLM", UNLIMITED | {"n_layer": 2, "n_head": 4}),

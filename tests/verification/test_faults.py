@@ -133,8 +133,7 @@ def layers_swapped(a: str, b: str) -> Damage:
 
 def rows_swapped(t: Tensor) -> Tensor:
     """An eight-bit tensor cannot be indexed."""
-    rows = t.view(torch.uint8)[[1, 0, *range(2, len(t))]]
-    return rows.view(t.dtype)
+    return t.view(torch.uint8)[[1, 0, *range(2, len(t))]].view(t.dtype)
 
 
 def beside_model(name: str, change: Callable[[dict[str, Tensor], Tensor], Any]) -> Damage:

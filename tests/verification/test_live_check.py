@@ -183,11 +183,10 @@ def test_weights_cast_once_that_went_stale():
 
 
 def test_a_weight_without_its_scale_or_with_one_that_cannot_be_right():
-    sound = Quantized().weight_scale_inv
     wrong = {
         "no scale": None,
         "fits no block": torch.ones(5, 7),
-        "NaN, infinite, zero or negative": sound * torch.tensor([1.0, 0.0]),
+        "NaN, infinite, zero or negative": Quantized().weight_scale_inv * torch.tensor([1.0, 0.0]),
         "all 1": torch.ones(2, 2),
     }
     for what, scale in wrong.items():

@@ -118,8 +118,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
             results.append(SimpleNamespace(prompt_logprobs=[None, *entries]))
         return results
 
-    engine = SimpleNamespace(generate=generate)
-    fake: Any = SimpleNamespace(SamplingParams=dict, LLM=lambda **settings: engine)
+    fake = SimpleNamespace(SamplingParams=dict, LLM=lambda **settings: SimpleNamespace(generate=generate))
     monkeypatch.setitem(sys.modules, "vllm", fake)
 
 
