@@ -37,7 +37,6 @@ BINS = 0x7F80  # the finite magnitudes of BF16: their bits count them, 0x7F80 is
 PERCENTILES = (99.9, 99.99)
 OUTLIER_MULTIPLE = 10.0
 SCALE_RULES = ("amax", "percentile", "mse")
-_GRID_STEPS, _GRID_OCTAVES = 8, 5
 
 
 class Statistics:
@@ -138,7 +137,7 @@ class Statistics:
     def _mse_scale(self) -> Tensor:
         seen = self.histogram.cpu().nonzero().flatten()
         x, counts = _magnitudes(torch.device("cpu"))[seen], self.histogram.cpu()[seen].double()
-        steps = torch.arange(_GRID_STEPS * _GRID_OCTAVES + 1, dtype=torch.float64) / _GRID_STEPS
+        steps = torch.arange(41, dtype=torch.float64) / 8
         grid = scale_from_amax((self.amax / 2**steps).float(), E4M3)
         errors = [(counts * (x - cast(x / s, E4M3).float() * s).double().square()).sum() for s in grid]
         return grid[int(torch.stack(errors).argmin())]

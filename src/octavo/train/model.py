@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.checkpoint.folder import BUILT_IN_MODELS
 from octavo.checkpoint.layouts import SIDE_FILE
 from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
@@ -46,8 +48,8 @@ from octavo.hf.meta_model import (
 )
 from octavo.inference.opening import open_transformers
 from octavo.inference.packed_linear import PackedLinear
-from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import (
     BpeTokenizer,
@@ -63,7 +65,7 @@ from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError, refuse
-from octavo.train.loss import ChunkedLoss, Loss, whole_loss
+from octavo.train.loss import Loss, chunked_loss, whole_loss
 from octavo.train.processes import Degrees, make_mesh, rank, same_outcome, total_memory, unit_size
 from octavo.util import hub_hint, import_extra, open_config, open_local, reading
 
@@ -136,7 +138,7 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
     """The loss that the settings choose. Call it before the model is converted, sharded or compiled."""
     widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
     if config.loss.is_chunked(widest) and (head := find_head(model)) is not None:
-        return ChunkedLoss(head, config.loss.chunk)
+        return partial(chunked_loss, head, config.loss.chunk)
     required = "a model whose logits are the outputs of a linear layer without bias, scaled or capped"
     chunked = config.loss.logits == "chunked"
     refuse(config, ("loss.logits", chunked, required, type(model).__name__, "choose auto or whole"))
@@ -252,8 +254,7 @@ def open_language_model(config: Config, saved: Path, device: torch.device = CPU)
         )
     dtype = torch.bfloat16 if config.lora and config.precision == "bf16" else torch.float32
     with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
-        given = {"config": open_config(source), "dtype": dtype, "output_loading_info": True}
-        model, found = open_local(auto, source, **given)
+        model, found = open_local(auto, source, config=open_config(source), dtype=dtype, output_loading_info=True)
         _check_opened(model, sorted(found["missing_keys"]), source)
     return _prepared(model, config)
 

@@ -255,7 +255,6 @@ def _trainer_states(path: Path) -> list[Path]:
 
 LAST = 3  # evaluations at the end of a run
 FEWEST, MOST = 3, 100  # pairs: of an interval, and that are worth asking for
-OUTSIDE = 0.05
 _OF_A_PAIR = ("seed", "branch")  # settings in which the runs of a group differ, and those of a pair do not
 _OF_NO_GROUP = (*_OF_A_PAIR, "out", "derived")
 
@@ -347,7 +346,7 @@ def decide(gaps: Sequence[float], margin: float) -> Decision:
 
 def half_width(count: int, spread: float) -> float:
     """Half of the interval of the mean of `count` gaps with the standard deviation `spread`, after any looks."""
-    alpha = OUTSIDE * 2 / (count * (count - 1))
+    alpha = 0.05 * 2 / (count * (count - 1))
     return student_quantile(count - 1, alpha) * spread / math.sqrt(count)
 
 

@@ -276,10 +276,6 @@ def _extremes(p: Any) -> Tensor:
 # ---- The watch of a run of the trainer: `octavo.watch` by the table `[watch]`, drawn on the run's boards.
 
 
-OF_OPERANDS = ("amax", "sqnr", "saturated", "flushed")
-OF_LAYERS = ("gradient_norm", "update_ratio", "alignment")
-
-
 @contextmanager
 def watched(config: Config, state: TrainState, run: RunFolder, metrics: Metrics) -> Iterator[Watch | None]:
     """Watch the model of a run while it trains; None where `watch.interval` is 0."""
@@ -304,11 +300,11 @@ def draw_sample(metrics: Metrics, watch: Watch, sample: Sample) -> None:
     numbers: dict[str, float] = {}
     for record in sample.operands:
         name = f"watch/{watch.layers[record['layer']].name}/{OPERANDS[record['operand']]}"
-        numbers |= {f"{name}/{field}": float(record[field]) for field in OF_OPERANDS}
+        numbers |= {f"{name}/{field}": float(record[field]) for field in ("amax", "sqnr", "saturated", "flushed")}
         _draw_binades(metrics, sample.step, name, float(record["amax"]), record["binades"])
     for record in sample.layer_records:
         name = f"watch/{watch.layers[record['layer']].name}"
-        numbers |= {f"{name}/{field}": float(record[field]) for field in OF_LAYERS}
+        numbers |= {f"{name}/{field}": float(record[field]) for field in ("gradient_norm", "update_ratio", "alignment")}
         amax, binades = float(record["gradient_amax"]), record["gradient_binades"]
         _draw_binades(metrics, sample.step, f"{name}/gradient", amax, binades)
     metrics.draw(sample.step, {name: value for name, value in numbers.items() if math.isfinite(value)})

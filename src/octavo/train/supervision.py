@@ -23,9 +23,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import Actions, Promotion, Rollback, RunFolder, remove_folder
+from octavo.checkpoint.folder import BUILT_IN_MODELS, Actions, Promotion, Rollback, RunFolder, remove_folder
 from octavo.comparison import Call, seen_calls, with_parameters
-from octavo.models import BUILT_IN_MODELS
 from octavo.nn import FusedMLP
 from octavo.nn.conversion import converted_experts, find_experts
 from octavo.nn.delayed import histories

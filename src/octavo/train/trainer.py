@@ -31,13 +31,12 @@ from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
+from octavo.checkpoint.folder import BUILT_IN_MODELS, Actions, RunFolder, check_links, locked_folder, writing
 from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, TextStream
-from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, build_corpus
 from octavo.nn import Conversion
 from octavo.nn.delayed import histories
@@ -245,9 +244,8 @@ class Trainer:
             metrics.write(state.step, **record)
             if metrics.boards:
                 metrics.draw(state.step, {f"weights/{n}/largest": max(-low, high) for n, (low, high) in ranges.items()})
-                metrics.draw(
-                    state.step, {f"scales/{name}": value for name, value in step_metrics.scales_of(self.model).items()}
-                )
+                scales = step_metrics.scales_of(self.model)
+                metrics.draw(state.step, {f"scales/{name}": value for name, value in scales.items()})
 
     @torch.no_grad()
     def _dtypes(self) -> dict[str, str]:
