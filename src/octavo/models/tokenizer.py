@@ -64,9 +64,7 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as tokens: id == byte. Needs no extra package."""
 
-    @property
-    def vocabulary_size(self) -> int:
-        return 256
+    vocabulary_size = 256
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]

@@ -237,9 +237,8 @@ def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
     remarks = [] if len(watched.operands) else [_NO_SAMPLE]
     if watched.damaged:
         lines = ", ".join(map(str, watched.damaged[:5])) + (", ..." if len(watched.damaged) > 5 else "")
-        remarks.append(
-            f"watch/events.jsonl has {plural(len(watched.damaged), 'damaged line')}, left out here: line {lines}."
-        )
+        number = plural(len(watched.damaged), "damaged line")
+        remarks.append(f"watch/events.jsonl has {number}, left out here: line {lines}.")
     return watched, remarks
 
 
