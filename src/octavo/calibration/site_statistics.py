@@ -219,10 +219,8 @@ class Observer:
     `linears` are the layers that packing would pack; `experts` has the matrices of each module of experts, by their
     names in the files."""
 
-    def __init__(
-        self, model: Any, linears: Sequence[str], experts: Mapping[str, Sequence[ExpertMatrices]] | None = None
-    ) -> None:
-        self._model, self._experts = model, experts or {}
+    def __init__(self, model: Any, linears: Sequence[str], experts: Mapping[str, Sequence[ExpertMatrices]]) -> None:
+        self._model, self._experts = model, experts
         self._names = {id(module): name for name, module in model.named_modules()}
         self._linears = set(linears)
         self._found: dict[str, Observed] = {}
@@ -267,9 +265,7 @@ class Observer:
         if self._looking:
             self._see_input(name, args[0] if args else kwargs["input"])
 
-    def _before_experts(
-        self, experts: Sequence[ExpertMatrices], module: Any, args: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
+    def _before_experts(self, experts: Sequence[ExpertMatrices], module: Any, args: tuple[Tensor, ...]) -> None:
         x, index, _ = args
         for e, names in enumerate(experts) if self._looking else ():
             n = x[(index == e).any(1)]

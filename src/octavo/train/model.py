@@ -94,7 +94,7 @@ def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
     if config.model in BUILT_IN_MODELS:
         with torch.device("meta"):
             return make_model(config, vocabulary, saved)
-    return describe_language_model(config, saved)
+    return cast_weights(describe_language_model(config, saved), config)
 
 
 def convert_model(
@@ -312,15 +312,14 @@ def check_folder(folder: Path, config: Config) -> None:
             f"was made from, or widen it first with octavo unpack {name} OUT"
         )
     check_counts(described, folder)
-    transformers = _transformers(name)
-    if (kind := described.get("model_type")) not in transformers.CONFIG_MAPPING and "auto_map" not in described:
+    transformers, kind = _transformers(name), described.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    if kind not in known and "auto_map" not in described:
         raise ConfigError(
             f"{folder / 'config.json'} has the model_type {kind!r}, which transformers {transformers.__version__} does "
             "not implement: upgrade transformers, or choose another model"
         )
-    if kind in transformers.CONFIG_MAPPING and (
-        transformers.CONFIG_MAPPING[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
+    if kind in known and known[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{folder / 'config.json'} has the model_type {kind!r}, of which transformers has no causal language "
             "model: octavo train needs one (Llama, Qwen, Mistral, GPT-2, ...). octavo.convert takes any model, for a "
@@ -487,7 +486,7 @@ def make_trained_model(
         else:
             if rank() == 0 and not resumed:
                 weights = open_language_model(config, saved).state_dict()
-            model = cast_weights(describe_language_model(config, saved), config)
+            model = make_meta_model(config, vocabulary, saved)
         loss = make_loss(config, model)
         report = convert_model(model, config, device if divided or config.optimizer.on_host else None, degrees.data)
     if mesh is None:

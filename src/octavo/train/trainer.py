@@ -196,11 +196,9 @@ class Trainer:
     def evaluate(self) -> float:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
-        count, precision = self.config.evaluate_batches, self.config.precision
+        device, precision, count = self.state.device, self.config.precision, self.config.evaluate_batches
         with self.state.on_device():
-            loss, _ = mean_loss(
-                self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
-            )
+            loss, _ = mean_loss(self.model, self.validation, device, precision=precision, count=count, loss=self.loss)
         return float(processes.mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
