@@ -387,18 +387,15 @@ def report_command(
       octavo report runs/rowwise
       octavo report runs/rowwise runs/bf16 --html report.html
     """
+    from octavo.report.training_page import page_of_runs, to_dict
     from octavo.train.run_records import ONE_SEED, read_runs
 
     page = to_html if to_html is not None or as_json else runs[0] / "report.html"
     found = read_runs(runs)
     check_output(page, "--html", "a page")
     if page is not None:
-        from octavo.report.training_page import page_of_runs
-
         write_output(page, page_of_runs(found).html())
     if as_json:
-        from octavo.report.training_page import to_dict
-
         print(json.dumps([to_dict(run) for run in found], indent=1, allow_nan=False))
         return
     for run in found:

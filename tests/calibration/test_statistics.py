@@ -148,7 +148,7 @@ def test_the_mse_scale_is_the_best_of_its_grid():
 def test_equal_tensors_that_are_not_the_same_keep_their_sites(tmp_path):
     model = nn.Module()
     model.a, model.b, model.c = (nn.Linear(4, 4) for _ in range(3))
-    observer = Observer(model, ["a", "b", "c"])
+    observer = Observer(model, ["a", "b", "c"], {})
     x = torch.randn(2, 4)
     observer._looking = True
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_the_watch_leaves_nothing_behind(tmp_path):
     before, ids = set(functions), torch.randint(0, 256, (2, 9))
     with torch.no_grad():
         expected = model(ids).logits
-        observer = Observer(model, ["model.layers.0.mlp.up_proj"])
+        observer = Observer(model, ["model.layers.0.mlp.up_proj"], {})
         with observer.watch():
             model(ids)
         assert observer.take() == {}  # not looking

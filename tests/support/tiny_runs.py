@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from octavo.models import BUILT_IN_MODELS
+from octavo.checkpoint.folder import BUILT_IN_MODELS
 from octavo.train.config import SIZES
 
 SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"

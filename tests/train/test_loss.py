@@ -14,7 +14,7 @@ from octavo.distributed import tensor_parallel
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.nn.fused_loss import Head
 from octavo.train.config import LARGE_VOCABULARY, ConfigError
-from octavo.train.loss import ChunkedLoss, whole_loss
+from octavo.train.loss import chunked_loss, whole_loss
 from octavo.train.model import make_loss
 
 VOCABULARY, HEAD = 50, Head("lm_head")
@@ -30,8 +30,8 @@ def tokens(count=16):
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def gradients(model, loss):
-    value = loss(model, *tokens())
+def gradients(model, loss, *head):
+    value = loss(*head, model, *tokens())
     value.backward()
     return {"loss": value.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
@@ -50,7 +50,7 @@ def test_chunks_give_the_gradients_of_the_whole_and_leave_the_model_as_it_was(ma
     model = make()
     other, names = copy.deepcopy(model), [name for name, _ in model.named_modules()]
     expected = gradients(other, whole_loss)
-    found = gradients(model, ChunkedLoss(HEAD, 10))
+    found = gradients(model, chunked_loss, HEAD, 10)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
@@ -62,16 +62,16 @@ def test_the_head_comes_back_after_an_error():
     model = llama()
     head = model.lm_head
     with pytest.raises(ValueError, match="context is 16 tokens"):
-        ChunkedLoss(HEAD, 10)(model, *tokens(count=17))
+        chunked_loss(HEAD, 10, model, *tokens(count=17))
     assert model.lm_head is head
 
 
 def test_chunks_are_taken_of_a_large_vocabulary_unless_the_settings_say_otherwise(settings):
     large, small = llama(vocabulary=LARGE_VOCABULARY), llama()
-    assert isinstance(make_loss(settings(), large), ChunkedLoss)
+    assert make_loss(settings(), large).func is chunked_loss
     assert make_loss(settings(), small) is whole_loss
     assert make_loss(settings(loss={"logits": "whole"}), large) is whole_loss
-    assert isinstance(make_loss(settings(loss={"logits": "chunked"}), small), ChunkedLoss)
+    assert make_loss(settings(loss={"logits": "chunked"}), small).func is chunked_loss
 
 
 def test_a_model_whose_head_has_a_bias_needs_its_logits_whole(settings):
@@ -85,7 +85,7 @@ def test_a_model_whose_head_has_a_bias_needs_its_logits_whole(settings):
 def sharded_gradients(rank):
     """Those of one process under FSDP2, whose root has the head and frees its weights after the forward pass, and under
     tensor parallelism, where each rank has a part of the vocabulary, and of the sequence or not."""
-    expected = gradients(llama(), ChunkedLoss(HEAD, 10))
+    expected = gradients(llama(), chunked_loss, HEAD, 10)
     for layout in ("fsdp", "sequence", "tensor"):
         model, mesh = llama(), init_device_mesh("cpu", (2,))
         if layout == "fsdp":
@@ -94,7 +94,7 @@ def sharded_gradients(rank):
             fully_shard(model, reshard_after_forward=True)
         else:
             tensor_parallel(model, mesh, sequence=layout == "sequence")
-        found = gradients(model, ChunkedLoss(HEAD, 10))
+        found = gradients(model, chunked_loss, HEAD, 10)
         assert found.keys() == expected.keys()
         for name, t in found.items():
             torch.testing.assert_close(t.full_tensor() if hasattr(t, "full_tensor") else t, expected[name])

@@ -37,7 +37,6 @@ BINS = 0x7F80  # the finite magnitudes of BF16: their bits count them, 0x7F80 is
 PERCENTILES = (99.9, 99.99)
 OUTLIER_MULTIPLE = 10.0
 SCALE_RULES = ("amax", "percentile", "mse")
-_GRID_STEPS, _GRID_OCTAVES = 8, 5
 
 
 class Statistics:
@@ -138,7 +137,7 @@ class Statistics:
     def _mse_scale(self) -> Tensor:
         seen = self.histogram.cpu().nonzero().flatten()
         x, counts = _magnitudes(torch.device("cpu"))[seen], self.histogram.cpu()[seen].double()
-        steps = torch.arange(_GRID_STEPS * _GRID_OCTAVES + 1, dtype=torch.float64) / _GRID_STEPS
+        steps = torch.arange(41, dtype=torch.float64) / 8
         grid = scale_from_amax((self.amax / 2**steps).float(), E4M3)
         errors = [(counts * (x - cast(x / s, E4M3).float() * s).double().square()).sum() for s in grid]
         return grid[int(torch.stack(errors).argmin())]
@@ -220,10 +219,8 @@ class Observer:
     `linears` are the layers that packing would pack; `experts` has the matrices of each module of experts, by their
     names in the files."""
 
-    def __init__(
-        self, model: Any, linears: Sequence[str], experts: Mapping[str, Sequence[ExpertMatrices]] | None = None
-    ) -> None:
-        self._model, self._experts = model, experts or {}
+    def __init__(self, model: Any, linears: Sequence[str], experts: Mapping[str, Sequence[ExpertMatrices]]) -> None:
+        self._model, self._experts = model, experts
         self._names = {id(module): name for name, module in model.named_modules()}
         self._linears = set(linears)
         self._found: dict[str, Observed] = {}
@@ -268,9 +265,7 @@ class Observer:
         if self._looking:
             self._see_input(name, args[0] if args else kwargs["input"])
 
-    def _before_experts(
-        self, experts: Sequence[ExpertMatrices], module: Any, args: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
+    def _before_experts(self, experts: Sequence[ExpertMatrices], module: Any, args: tuple[Tensor, ...]) -> None:
         x, index, _ = args
         for e, names in enumerate(experts) if self._looking else ():
             n = x[(index == e).any(1)]

@@ -15,24 +15,14 @@ Two models of images have no counterpart there: `octavo.models.vision.VisionTran
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.checkpoint.folder import BUILT_IN_MODELS
 from octavo.models import gpt2, llama
 from octavo.models.gpt2 import GPT2, GPT2Config
 from octavo.models.llama import Llama, LlamaConfig
 from octavo.models.mixture import Mixture, MixtureConfig
 
 __all__ = [
-    "BUILT_IN_MODELS",
-    "GPT2",
-    "Config",
-    "GPT2Config",
-    "Llama",
-    "LlamaConfig",
-    "Mixture",
-    "MixtureConfig",
-    "build",
-    "from_hf_config",
-]
+    "GPT2", "Config", "GPT2Config", "Llama", "LlamaConfig", "Mixture", "MixtureConfig", "build", "from_hf_config",
+]  # fmt: skip
 
 Config = LlamaConfig | GPT2Config | MixtureConfig
 

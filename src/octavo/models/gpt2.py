@@ -147,7 +147,7 @@ class GPT2(Decoder):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
-        self.model = nn.ModuleDict({"decoder": Stack(config)})
+        self.model: Any = nn.ModuleDict({"decoder": Stack(config)})
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
@@ -156,15 +156,11 @@ class GPT2(Decoder):
         self.init_weights()
 
     @property
-    def decoder(self) -> Stack:
-        return self.model["decoder"]  # type: ignore[return-value]
-
-    @property
     def embedding(self) -> nn.Embedding:
-        return self.decoder.embed_tokens
+        return self.model.decoder.embed_tokens
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, kept: Tensor | None = None) -> Tensor:
-        decoder = self.decoder
+        decoder = self.model.decoder
         positions = POSITION_OFFSET + self.positions(tokens, cache)
         x, delta = decoder.dropout(decoder.embed_tokens(tokens) + decoder.embed_positions(positions)), None
         for block in decoder.layers:

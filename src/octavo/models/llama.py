@@ -169,7 +169,7 @@ class Block(nn.Module):
         self.dropout = Dropout(config.dropout)
         self.qkv = NormLinear(self, "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
-    def make_mlp(self, config: LlamaConfig) -> nn.Module:
+    def make_mlp(self, config: LlamaConfig) -> Any:
         return SwiGLU(config.width, config.mlp_width)
 
     def forward(

@@ -106,13 +106,12 @@ class MixtureMLP(nn.Module):
 class MixtureBlock(Block):
     """A block of a Llama with a mixture in place of the MLP. It also returns its balance loss."""
 
-    def make_mlp(self, config: Any) -> nn.Module:
+    def make_mlp(self, config: Any) -> Any:
         return MixtureMLP(config)
 
     def forward(self, *args: Any) -> Any:
         x, delta = super().forward(*args)
-        mlp: Any = self.mlp
-        balance, mlp.balance = mlp.balance, None  # compiled code must not find a tensor of an earlier pass
+        balance, self.mlp.balance = self.mlp.balance, None  # compiled code must not find a tensor of an earlier pass
         return x, delta, balance
 
 
@@ -127,8 +126,7 @@ class Mixture(Llama):
         self.balances: list[Tensor] = []  # of the blocks, from a forward pass in training until `take_balance`
 
     def run_block(self, block: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
-        outputs: Any = super().run_block(block, *args)
-        x, delta, balance = outputs
+        x, delta, balance = super().run_block(block, *args)
         if balance is not None:
             self.balances.append(balance)
         return x, delta

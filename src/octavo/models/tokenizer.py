@@ -64,9 +64,7 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as tokens: id == byte. Needs no extra package."""
 
-    @property
-    def vocabulary_size(self) -> int:
-        return 256
+    vocabulary_size = 256
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
@@ -425,13 +423,10 @@ class Batches:
 class RandomBatches(Batches):
     """Micro-batches of sequences at random offsets, each a function of the seed and of its position in the run."""
 
-    def __init__(self, tokens: Tokens, context: int, batch: int, seed: int, share: tuple[int, int] = (0, 1)) -> None:
-        super().__init__(tokens, context, batch, seed, share)
-        self._key = np.array([seed, 0], dtype=np.uint64)
-
     def _starts(self, positions: range) -> npt.NDArray[np.int64]:
         # Philox makes four numbers of 64 bits from each value of its counter; a sequence takes the first of them.
-        drawn = np.random.Philox(key=self._key, counter=positions.start).random_raw(4 * len(positions))[::4]
+        key = np.array([self._seed, 0], dtype=np.uint64)
+        drawn = np.random.Philox(key=key, counter=positions.start).random_raw(4 * len(positions))[::4]
         return (drawn % np.uint64(len(self._tokens) - self.context)).astype(np.int64)
 
 

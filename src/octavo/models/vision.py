@@ -161,7 +161,11 @@ class DiffusionTransformer(nn.Module):
         self.head = _zeros(nn.Linear(width, config.channels * config.patch**2))
 
     def forward(self, x: Tensor, t: Tensor, classes: Tensor) -> Tensor:
-        c = self.time2(F.silu(self.time1(_waves(t)))) + self.classes(classes)
+        # Sines and cosines [B, 2 FREQUENCIES] of the times, from one period to 1,000.
+        rates = torch.logspace(0, 3, FREQUENCIES, device=t.device) * 2 * math.pi
+        angles = t[:, None] * rates
+        waves = torch.cat((angles.sin(), angles.cos()), dim=-1)
+        c = self.time2(F.silu(self.time1(waves))) + self.classes(classes)
         y = self.patches(x)
         for block in self.blocks:
             y = block(y, c)
@@ -189,13 +193,6 @@ def sample(model: DiffusionTransformer, classes: Tensor, steps: int = 20) -> Ten
         t = torch.full((len(classes),), 1 - step / steps, device=x.device)
         x = x - model(x, t, classes).float() / steps
     return x
-
-
-def _waves(t: Tensor) -> Tensor:
-    """Sines and cosines [B, 2 FREQUENCIES] of the times, from one period to 1,000."""
-    rates = torch.logspace(0, 3, FREQUENCIES, device=t.device) * 2 * math.pi
-    angles = t[:, None] * rates
-    return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 def _zeros(linear: nn.Linear) -> nn.Linear:

@@ -135,9 +135,8 @@ def spread(steps: Array, count: int) -> list[int]:
 def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
     """The histograms at `steps` for the page: of x, w, dy and "gradient" (of the weight) `shares`, uint16 [steps,
     layers, 40], and `amax`, float32 [steps, layers]; operands have `scale` and `smallest_scale` too. All are base64."""
-    operands, gradients = (
-        records[np.isin(records["step"], steps)] for records in (watched.operands, watched.layer_records)
-    )
+    tables = watched.operands, watched.layer_records
+    operands, gradients = (records[np.isin(records["step"], steps)] for records in tables)
     fields = {name: name for name in ("amax", "scale", "smallest_scale")}
     found = {
         operand: _arrays(operands[operands["operand"] == number], steps, len(watched.layers), "binades", fields)

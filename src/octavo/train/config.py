@@ -14,7 +14,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
@@ -65,11 +65,6 @@ def setting(default: Any, help: str, valid: Range | None = None, choices: tuple[
     return field(default=default, metadata={"help": help, "valid": valid})
 
 
-def table(kind: type) -> Any:
-    """A field that is a table: its settings are the fields of the dataclass `kind`."""
-    return field(default=kind(), metadata={"table": kind})
-
-
 @dataclass(frozen=True)
 class Setting:
     """The declaration of a setting, which reads its values. The default None stands for a derived value."""
@@ -116,8 +111,8 @@ def settings_of(cls: Any, table: str = "") -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for each in fields(cls):
         name = table + each.name
-        if kind := each.metadata.get("table"):
-            found |= settings_of(kind, f"{name}.")
+        if is_dataclass(each.default):
+            found |= settings_of(kinds[each.name], f"{name}.")
         elif each.metadata:
             found[name] = Setting(name, kinds[each.name], each.default, **each.metadata)
     return found
@@ -323,7 +318,7 @@ class Config:
     bias: bool = setting(True, "biases in linear layers and norms (gpt2)")
     dropout: float = setting(0.0, "probability of dropout (llama, mixture, gpt2)", BELOW_ONE)
     rope_theta: float = setting(10000.0, "base of the rotary position embedding (llama, mixture)", ABOVE_ZERO)
-    experts: ExpertSettings = table(ExpertSettings)
+    experts: ExpertSettings = ExpertSettings()
     lora: int = setting(0, "rank of LoRA adapters around the frozen weights of a folder; 0 trains all", NOT_NEGATIVE)
     alpha: float = setting(0.0, "the factor of adapters is alpha / lora; 0: alpha is 2 * lora", NOT_NEGATIVE)
     targets: tuple[str, ...] = setting((), "layers with adapters, as q_proj; all linear layers if none is given")
@@ -335,7 +330,7 @@ class Config:
     calibration: str = setting("", "folder of octavo calibrate, or packed as static: the first scales of delayed")
     only_if_faster: bool = setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
     emulate: bool = setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
-    attention: AttentionSettings = table(AttentionSettings)
+    attention: AttentionSettings = AttentionSettings()
 
     # Data
     data: tuple[str, ...] = setting(("stdlib",), "text: stdlib, files, folders, globs, hf:DATASET", SOME)
@@ -371,16 +366,16 @@ class Config:
     beta1: float = setting(0.9, "decay of the first moment", BELOW_ONE)
     beta2: float = setting(0.95, "decay of the second moment", BELOW_ONE)
     clip: float = setting(1.0, "largest norm of the gradient; 0 turns clipping off", NOT_NEGATIVE)
-    loss: LossSettings = table(LossSettings)
-    optimizer: OptimizerSettings = table(OptimizerSettings)
+    loss: LossSettings = LossSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
 
     # Machine
     device: str = setting("auto", "auto, cpu, cuda or cuda:N", DEVICE)
     precision: str = setting("bf16", "precision of what is not FP8", choices=("bf16", "fp32", "fp16"))
     deterministic: bool = setting(False, "use deterministic algorithms only")
-    compile: Compile = table(Compile)
-    activation_checkpointing: ActivationCheckpointing = table(ActivationCheckpointing)
-    parallel: Parallel = table(Parallel)
+    compile: Compile = Compile()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    parallel: Parallel = Parallel()
 
     # Output
     out: str = setting("runs/train", "folder of the run", NAMED)
@@ -392,7 +387,7 @@ class Config:
     tensorboard: bool = setting(False, "write TensorBoard events as well")
     wandb: bool = setting(False, "send the numbers to Weights & Biases as well")
     sample: int = setting(0, "tokens to sample at each evaluation", NOT_NEGATIVE)
-    watch: WatchSettings = table(WatchSettings)
+    watch: WatchSettings = WatchSettings()
 
     derived: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # the names of derived settings
 
@@ -445,7 +440,7 @@ class Config:
 
 def _tables_of(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `Config` from values by name: those of a table become its dataclass."""
-    tables = {each.name: each.metadata["table"] for each in fields(Config) if "table" in each.metadata}
+    tables: dict[str, Any] = {each.name: type(each.default) for each in fields(Config) if is_dataclass(each.default)}
     return {name: tables[name](**value) if name in tables else value for name, value in nest(flat).items()}
 
 

@@ -2,13 +2,12 @@
 
     loss = mean over tokens of -log p(token | tokens before it)        perplexity = exp(loss)
 
-`whole_loss` computes all logits, and `ChunkedLoss` those of some tokens at a time. The gradient of a mixture includes
+`whole_loss` computes all logits, and `chunked_loss` those of some tokens at a time. The gradient of a mixture includes
 that of its balance loss; the value of the loss does not.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,17 +35,11 @@ def _balanced(loss: Tensor, model: nn.Module) -> Tensor:
     return loss if balance is None else loss + (balance - balance.detach())
 
 
-@dataclass(frozen=True)
-class ChunkedLoss:
+def chunked_loss(head: Head, chunk: int, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The loss of `whole_loss`, with the logits of `chunk` tokens in memory at a time (`octavo.nn.fused_loss`)."""
-
-    head: Head
-    chunk: int
-
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        with computing_loss(model, self.head, Task(targets), self.chunk):
-            loss: Tensor = model(inputs)
-        return _balanced(loss, model)
+    with computing_loss(model, head, Task(targets), chunk):
+        loss: Tensor = model(inputs)
+    return _balanced(loss, model)
 
 
 # ---- The loss of a batch in a precision, and of text that the model was not trained on.

@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.checkpoint.folder import BUILT_IN_MODELS
 from octavo.checkpoint.layouts import SIDE_FILE
 from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
@@ -46,8 +48,8 @@ from octavo.hf.meta_model import (
 )
 from octavo.inference.opening import open_transformers
 from octavo.inference.packed_linear import PackedLinear
-from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import (
     BpeTokenizer,
@@ -63,7 +65,7 @@ from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError, refuse
-from octavo.train.loss import ChunkedLoss, Loss, whole_loss
+from octavo.train.loss import Loss, chunked_loss, whole_loss
 from octavo.train.processes import Degrees, make_mesh, rank, same_outcome, total_memory, unit_size
 from octavo.util import hub_hint, import_extra, open_config, open_local, reading
 
@@ -92,7 +94,7 @@ def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
     if config.model in BUILT_IN_MODELS:
         with torch.device("meta"):
             return make_model(config, vocabulary, saved)
-    return describe_language_model(config, saved)
+    return cast_weights(describe_language_model(config, saved), config)
 
 
 def convert_model(
@@ -136,7 +138,7 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
     """The loss that the settings choose. Call it before the model is converted, sharded or compiled."""
     widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
     if config.loss.is_chunked(widest) and (head := find_head(model)) is not None:
-        return ChunkedLoss(head, config.loss.chunk)
+        return partial(chunked_loss, head, config.loss.chunk)
     required = "a model whose logits are the outputs of a linear layer without bias, scaled or capped"
     chunked = config.loss.logits == "chunked"
     refuse(config, ("loss.logits", chunked, required, type(model).__name__, "choose auto or whole"))
@@ -252,8 +254,7 @@ def open_language_model(config: Config, saved: Path, device: torch.device = CPU)
         )
     dtype = torch.bfloat16 if config.lora and config.precision == "bf16" else torch.float32
     with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
-        given = {"config": open_config(source), "dtype": dtype, "output_loading_info": True}
-        model, found = open_local(auto, source, **given)
+        model, found = open_local(auto, source, config=open_config(source), dtype=dtype, output_loading_info=True)
         _check_opened(model, sorted(found["missing_keys"]), source)
     return _prepared(model, config)
 
@@ -311,15 +312,14 @@ def check_folder(folder: Path, config: Config) -> None:
             f"was made from, or widen it first with octavo unpack {name} OUT"
         )
     check_counts(described, folder)
-    transformers = _transformers(name)
-    if (kind := described.get("model_type")) not in transformers.CONFIG_MAPPING and "auto_map" not in described:
+    transformers, kind = _transformers(name), described.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    if kind not in known and "auto_map" not in described:
         raise ConfigError(
             f"{folder / 'config.json'} has the model_type {kind!r}, which transformers {transformers.__version__} does "
             "not implement: upgrade transformers, or choose another model"
         )
-    if kind in transformers.CONFIG_MAPPING and (
-        transformers.CONFIG_MAPPING[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
+    if kind in known and known[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{folder / 'config.json'} has the model_type {kind!r}, of which transformers has no causal language "
             "model: octavo train needs one (Llama, Qwen, Mistral, GPT-2, ...). octavo.convert takes any model, for a "
@@ -486,7 +486,7 @@ def make_trained_model(
         else:
             if rank() == 0 and not resumed:
                 weights = open_language_model(config, saved).state_dict()
-            model = cast_weights(describe_language_model(config, saved), config)
+            model = make_meta_model(config, vocabulary, saved)
         loss = make_loss(config, model)
         report = convert_model(model, config, device if divided or config.optimizer.on_host else None, degrees.data)
     if mesh is None:

@@ -237,9 +237,8 @@ def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
     remarks = [] if len(watched.operands) else [_NO_SAMPLE]
     if watched.damaged:
         lines = ", ".join(map(str, watched.damaged[:5])) + (", ..." if len(watched.damaged) > 5 else "")
-        remarks.append(
-            f"watch/events.jsonl has {plural(len(watched.damaged), 'damaged line')}, left out here: line {lines}."
-        )
+        number = plural(len(watched.damaged), "damaged line")
+        remarks.append(f"watch/events.jsonl has {number}, left out here: line {lines}.")
     return watched, remarks
 
 
@@ -255,7 +254,6 @@ def _trainer_states(path: Path) -> list[Path]:
 
 LAST = 3  # evaluations at the end of a run
 FEWEST, MOST = 3, 100  # pairs: of an interval, and that are worth asking for
-OUTSIDE = 0.05
 _OF_A_PAIR = ("seed", "branch")  # settings in which the runs of a group differ, and those of a pair do not
 _OF_NO_GROUP = (*_OF_A_PAIR, "out", "derived")
 
@@ -347,7 +345,7 @@ def decide(gaps: Sequence[float], margin: float) -> Decision:
 
 def half_width(count: int, spread: float) -> float:
     """Half of the interval of the mean of `count` gaps with the standard deviation `spread`, after any looks."""
-    alpha = OUTSIDE * 2 / (count * (count - 1))
+    alpha = 0.05 * 2 / (count * (count - 1))
     return student_quantile(count - 1, alpha) * spread / math.sqrt(count)
 
 

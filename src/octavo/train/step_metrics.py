@@ -53,18 +53,17 @@ class Metrics:
     def __init__(self, path: Path, *, resumed_at: int, config: Config | None = None) -> None:
         self._path, self._config = path, config
         self._open_files = ExitStack()
-        self.boards: list[TensorBoard | WeightsAndBiases] = []
         self.go_back(resumed_at)
 
     def go_back(self, step: int) -> None:
         """Drop the records of the steps after `step`, from which the run continues."""
         self._open_files.close()
+        self.boards: list[TensorBoard | WeightsAndBiases] = []
         if rank() > 0:
             return
         self._path.touch()
         os.truncate(self._path, _length_until(self._path, step))
         self._file = self._open_files.enter_context(self._path.open("a"))
-        self.boards = []
         if self._config is not None and self._config.tensorboard:
             self.boards.append(TensorBoard(self._path.parent, step))
         if self._config is not None and self._config.wandb:
@@ -143,8 +142,7 @@ class TensorBoard:
         middles = (np.array(edges[:-1]) + np.array(edges[1:])) / 2
         total, mean = sum(counts), float(np.dot(middles, counts))
         square = float(np.dot(middles**2, counts))
-        limits, values = list(edges[1:]), list(counts)
-        self._writer.add_histogram_raw(name, edges[0], edges[-1], total, mean, square, limits, values, step)
+        self._writer.add_histogram_raw(name, edges[0], edges[-1], total, mean, square, edges[1:], counts, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -276,10 +274,6 @@ def _extremes(p: Any) -> Tensor:
 # ---- The watch of a run of the trainer: `octavo.watch` by the table `[watch]`, drawn on the run's boards.
 
 
-OF_OPERANDS = ("amax", "sqnr", "saturated", "flushed")
-OF_LAYERS = ("gradient_norm", "update_ratio", "alignment")
-
-
 @contextmanager
 def watched(config: Config, state: TrainState, run: RunFolder, metrics: Metrics) -> Iterator[Watch | None]:
     """Watch the model of a run while it trains; None where `watch.interval` is 0."""
@@ -304,11 +298,11 @@ def draw_sample(metrics: Metrics, watch: Watch, sample: Sample) -> None:
     numbers: dict[str, float] = {}
     for record in sample.operands:
         name = f"watch/{watch.layers[record['layer']].name}/{OPERANDS[record['operand']]}"
-        numbers |= {f"{name}/{field}": float(record[field]) for field in OF_OPERANDS}
+        numbers |= {f"{name}/{field}": float(record[field]) for field in ("amax", "sqnr", "saturated", "flushed")}
         _draw_binades(metrics, sample.step, name, float(record["amax"]), record["binades"])
     for record in sample.layer_records:
         name = f"watch/{watch.layers[record['layer']].name}"
-        numbers |= {f"{name}/{field}": float(record[field]) for field in OF_LAYERS}
+        numbers |= {f"{name}/{field}": float(record[field]) for field in ("gradient_norm", "update_ratio", "alignment")}
         amax, binades = float(record["gradient_amax"]), record["gradient_binades"]
         _draw_binades(metrics, sample.step, f"{name}/gradient", amax, binades)
     metrics.draw(sample.step, {name: value for name, value in numbers.items() if math.isfinite(value)})

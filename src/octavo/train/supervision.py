@@ -23,9 +23,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import Actions, Promotion, Rollback, RunFolder, remove_folder
+from octavo.checkpoint.folder import BUILT_IN_MODELS, Actions, Promotion, Rollback, RunFolder, remove_folder
 from octavo.comparison import Call, seen_calls, with_parameters
-from octavo.models import BUILT_IN_MODELS
 from octavo.nn import FusedMLP
 from octavo.nn.conversion import converted_experts, find_experts
 from octavo.nn.delayed import histories
@@ -192,7 +191,7 @@ class Supervisor:
         message = f"the loss is {bad.loss:g} and the gradient's norm {bad.norm:g}; {_found(place)}"
         event = Event(bad.step, "non_finite", layer, operand, None, None, message, expert=expert)
         done = {} if self._fp16 else self._promote([event])
-        self._say(bad.step, [event], done)
+        self._say(bad.step, [event], done, None)
         if not done:
             # the step that ends the run is logged, so that its last loss is not taken for its result
             self.metrics.write(bad.step, loss=bad.loss, gradient_norm=bad.norm)
@@ -259,9 +258,7 @@ class Supervisor:
 
     # ---- Saying: on the terminal, in metrics.jsonl and, where the run is watched, as events.
 
-    def _say(
-        self, step: int, events: Sequence[Event], done: Mapping[Event, Promotion], cause: Event | None = None
-    ) -> None:
+    def _say(self, step: int, events: Sequence[Event], done: Mapping[Event, Promotion], cause: Event | None) -> None:
         """Report events and promotions. A `cause` explains the warnings of layers, which then have one line."""
         for event in events:
             self._write(replace(event, action=_ACTIONS[done[event].to]) if event in done else event)

@@ -31,13 +31,12 @@ from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
+from octavo.checkpoint.folder import BUILT_IN_MODELS, Actions, RunFolder, check_links, locked_folder, writing
 from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, TextStream
-from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, build_corpus
 from octavo.nn import Conversion
 from octavo.nn.delayed import histories
@@ -197,11 +196,9 @@ class Trainer:
     def evaluate(self) -> float:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
-        count, precision = self.config.evaluate_batches, self.config.precision
+        device, precision, count = self.state.device, self.config.precision, self.config.evaluate_batches
         with self.state.on_device():
-            loss, _ = mean_loss(
-                self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
-            )
+            loss, _ = mean_loss(self.model, self.validation, device, precision=precision, count=count, loss=self.loss)
         return float(processes.mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
@@ -245,9 +242,8 @@ class Trainer:
             metrics.write(state.step, **record)
             if metrics.boards:
                 metrics.draw(state.step, {f"weights/{n}/largest": max(-low, high) for n, (low, high) in ranges.items()})
-                metrics.draw(
-                    state.step, {f"scales/{name}": value for name, value in step_metrics.scales_of(self.model).items()}
-                )
+                scales = step_metrics.scales_of(self.model)
+                metrics.draw(state.step, {f"scales/{name}": value for name, value in scales.items()})
 
     @torch.no_grad()
     def _dtypes(self) -> dict[str, str]:
