@@ -177,7 +177,6 @@ class Recipe:
                 f"recipe {self.name}: a row-scaled w in dx must be the cast of w in y (its bytes, transposed), and dy, "
                 "into which its scale is folded, cannot scale by a history"
             )
-
         if dw is None or not dw.b.by_row:
             return
         if (dw.b, dw.a) != (self.x, self.dy) or not dw.a.by_row or not dw.a.power_of_two:
@@ -466,7 +465,6 @@ RecipeName = Literal[
     "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "rowwise_forward", "delayed",
     "blockwise", "mxfp8", "groupwise", "mxfp4", "nvfp4",
 ]  # fmt: skip
-FORMAT_NAMES = ("fp8", "float8", "e4m3")  # given for a recipe by mistake: the error names the default
 RECIPE_FILES = (".json", ".toml")  # the endings of their names
 PRESETS: dict[str, Callable[..., Recipe]] = {
     f.__name__: f
@@ -496,7 +494,7 @@ def get_recipe(recipe: str | Path | Recipe) -> Recipe:
         return _read(Path(recipe))
     if recipe not in PRESETS:
         of_format = f" ({recipe} is a format; 'rowwise' is the default recipe)"
-        meant = of_format if recipe in FORMAT_NAMES else nearest(str(recipe), PRESETS)
+        meant = of_format if recipe in ("fp8", "float8", "e4m3") else nearest(str(recipe), PRESETS)
         raise ValueError(
             f"unknown recipe {str(recipe)!r}{meant}: choose one of {', '.join(PRESETS)}, or "
             "give the .json or .toml file of a recipe"

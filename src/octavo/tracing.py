@@ -370,9 +370,6 @@ def autocast_policies() -> dict[str, Policy]:
 # Autocast casts a weight once and uses it again where a layer is called twice. These kernels cast it at each call.
 
 
-_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-
 class Decision(NamedTuple):
     """The treatment by autocast of the operation that runs now."""
 
@@ -416,8 +413,10 @@ class GpuAutocast:
             # Only the CPU's autocast handles it: on a GPU, its parts are cast.
             return operation.decompose
 
+        autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
         def run(*args: Any, **keywords: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            with torch._C._ExcludeDispatchKeyGuard(autocast):
                 if policy is None:
                     return operation(*args, **keywords)
                 with self._deciding(Decision(base, policy, True)):

@@ -12,10 +12,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from octavo.checkpoint.files import CHECKSUMS, Place, create_files, write_part
 from octavo.checkpoint.folder import partial_folder, whole_folder
 
 
-class SafetensorsWriter(StorageWriter):
+class SafetensorsWriter(StorageWriter, AbstractContextManager["SafetensorsWriter"]):
     """Writes tensors named STEM/NAME to the files STEM.safetensors of the folder `target`, which appears whole or not
     at all, beside `files` (name -> content). `metadata` is that of the safetensors files, by stem.
 
@@ -38,9 +38,6 @@ class SafetensorsWriter(StorageWriter):
     def __init__(self, target: Path, files: Mapping[str, str], metadata: Mapping[str, Mapping[str, str]]) -> None:
         self.target, self._files, self._metadata = target, files, metadata
         self._partial = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._partial.__exit__(*error)

@@ -99,12 +99,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(path.read_bytes(), str(path), ArtifactError)
 
 
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call the number of experts
-
-
 def check_expert_counts(config: Mapping[str, Any], where: str) -> None:
     """Raise an ArtifactError, which begins with `where`, if a token runs through more experts than there are."""
-    count = next((n for key in EXPERT_COUNTS if isinstance(n := config.get(key), int)), None)
+    families = ("num_local_experts", "num_experts", "n_routed_experts")  # what they call the number of experts
+    count = next((n for key in families if isinstance(n := config.get(key), int)), None)
     used = config.get("num_experts_per_tok")
     if count is not None and isinstance(used, int) and used > max(count, 1):
         raise ArtifactError(

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -65,20 +65,18 @@ def _attempt(folder: Path, path: Path) -> int | None:
     """The descriptor of the locked file; None if its last holder removed the file meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    with ExitStack() as unless_held:
+        unless_held.callback(os.close, descriptor)
         _lock(descriptor, folder)
-        if _is_file(descriptor, path):
-            os.ftruncate(descriptor, 0)
-            command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-            since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": command, "since": since}
-            os.write(descriptor, json.dumps(holder).encode())
-            return descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+        if not _is_file(descriptor, path):
+            return None
+        os.ftruncate(descriptor, 0)
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": command, "since": since}
+        os.write(descriptor, json.dumps(holder).encode())
+        unless_held.pop_all()
+    return descriptor
 
 
 def check_unlocked(folder: Path) -> None:
@@ -109,10 +107,9 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+    with suppress(FileNotFoundError):
+        return os.path.samefile(descriptor, path)
+    return False
 
 
 def _describe(content: bytes) -> str:

@@ -31,6 +31,7 @@ from octavo.checkpoint.scheme import (
     BLOCK,
     BLOCK_POW2,
     CHANNEL,
+    HEADS,
     INPUT_SCALE_NAME,
     MX,
     OTHER_NAMES,
@@ -57,8 +58,6 @@ from octavo.version import __version__
 
 EXPERT_DTYPE = torch.float8_e4m3fn
 UNQUANTIZED_DTYPE = torch.bfloat16
-# The names of output heads, which readers leave unpacked even if a folder does not name them as ignored.
-HEADS = ("lm_head", "embed_out", "score", "classifier")
 _CHOOSES_CODE = (
     "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation", "auto_map",
 )  # fmt: skip

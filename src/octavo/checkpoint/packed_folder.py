@@ -9,16 +9,9 @@ from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
-from octavo.checkpoint.layouts import (
-    HEADS,
-    Packing,
-    layout_of,
-    quantization_config,
-    read_config,
-    read_packing,
-    write_config,
-)
+from octavo.checkpoint.layouts import Packing, layout_of, quantization_config, read_config, read_packing, write_config
 from octavo.checkpoint.scheme import (
+    HEADS,
     INPUT_SCALE_NAME,
     K_SCALE,
     SCALE_NAME,
@@ -38,8 +31,6 @@ from octavo.checkpoint.scheme import (
 )
 from octavo.numerics import QTensor
 from octavo.numerics.formats import E4M3
-
-_KV = (K_SCALE, V_SCALE)
 
 
 class PackedTensors:
@@ -152,7 +143,7 @@ class PackedTensors:
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache by their names in the files of `packing`."""
         scales = self.kv_scales.items() if packing.kv_cache else ()
-        return packing.to_files({f"{n}.{leaf}": t for n, pair in scales for leaf, t in zip(_KV, pair, strict=True)})
+        return packing.to_files({f"{n}.{leaf}": t for n, (k, v) in scales for leaf, t in ((K_SCALE, k), (V_SCALE, v))})
 
     def specs_as(self, packing: Packing) -> dict[str, Tensor]:
         """The files' tensors, without their data, if the layers were packed by `packing`."""

@@ -149,6 +149,8 @@ SCHEME_OF = {
     "rowwise": "channel", "rowwise_dw_bf16": "channel", "rowwise_forward": "channel", "blockwise": "block",
     "mxfp8": "mx", "groupwise": "group64", "delayed": "static", "tensorwise": "tensor",
 }  # fmt: skip
+# The names of output heads, which readers leave unpacked even if a folder does not name them as ignored.
+HEADS = ("lm_head", "embed_out", "score", "classifier")
 # The dtypes of packed weights.
 WEIGHT_DTYPES = tuple(dict.fromkeys(scheme.weight.fmt.dtype for scheme in SCHEMES.values()))
 
@@ -270,11 +272,6 @@ K_SCALE, V_SCALE = "k_scale", "v_scale"
 KvScales = dict[str, tuple[Tensor, Tensor]]
 
 
-def attentions(linears: Iterable[str]) -> list[str]:
-    """The names of the attention layers, which are the parents of the layers k_proj."""
-    return [name.removesuffix(".k_proj") for name in linears if name.endswith(".k_proj")]
-
-
 def kv_names(name: str) -> list[str]:
     """The names in memory of a tensor of a file, if it is a scale of a cache; else its own name. Files have
     <attention>.k_scale, <attention>.k_proj.k_scale (ModelOpt), <attention>.attn.k_scale (vLLM),
@@ -297,8 +294,8 @@ def is_kv_scale(name: str) -> bool:
 
 def kv_tensors(linears: Iterable[str], declared: bool) -> dict[str, Tensor]:
     """The scales of keys and values that files must have, by their names in memory and without values: those of each
-    attention layer among `linears` if a cache is `declared`, else none."""
-    names = attentions(linears) if declared else []
+    attention layer, which is the parent of a k_proj in `linears`, if a cache is `declared`, else none."""
+    names = [name.removesuffix(".k_proj") for name in linears if declared and name.endswith(".k_proj")]
     return {f"{name}.{leaf}": torch.empty(1) for name in names for leaf in (K_SCALE, V_SCALE)}
 
 

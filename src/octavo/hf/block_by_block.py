@@ -98,17 +98,13 @@ class BlockModel:
         """The `names` of modules or parameters that are in no block."""
         return [name for name in names if not name.startswith(tuple(f"{block}." for block in self.blocks))]
 
-    @contextmanager
-    def loaded_frame(self) -> Iterator[None]:
+    def loaded_frame(self) -> AbstractContextManager[None]:
         """Load the weights outside of the blocks and the head, and compute the buffers that no file holds."""
         compute_buffers(self.model, self.device)
-        with self._loaded(self.outside(self._on_disk)):
-            yield
+        return self._loaded(self.outside(self._on_disk))
 
-    @contextmanager
-    def loaded_block(self, index: int) -> Iterator[None]:
-        with self._loaded([name for name in self._on_disk if name.startswith(f"{self.blocks[index]}.")]):
-            yield
+    def loaded_block(self, index: int) -> AbstractContextManager[None]:
+        return self._loaded([name for name in self._on_disk if name.startswith(f"{self.blocks[index]}.")])
 
     @contextmanager
     def _loaded(self, names: list[str]) -> Iterator[None]:

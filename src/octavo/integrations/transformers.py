@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from octavo.scales import load_scale_state, scale_state, update_scales
 
@@ -23,9 +23,7 @@ class ScaleUpdates(TrainerCallback):  # type: ignore[misc]
     the histories begin anew.
     """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, model: Any, **__: Any) -> None:
         if state.global_step == 0 or not scale_state(model):
             return
         named = args.resume_from_checkpoint
@@ -35,14 +33,10 @@ class ScaleUpdates(TrainerCallback):  # type: ignore[misc]
         else:
             warnings.warn(f"{path} is missing: the scale histories of the run begin anew", stacklevel=2)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
         update_scales(model)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, model: Any, **__: Any) -> None:
         if state.is_world_process_zero and (scales := scale_state(model)):
             save_file(scales, _folder(args, state) / FILE_NAME)
 

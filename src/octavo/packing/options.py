@@ -15,17 +15,7 @@ from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import SCALE_RULES
 from octavo.checkpoint.files import ArtifactError, load_tensors
 from octavo.checkpoint.layouts import check_layout, get_layout
-from octavo.checkpoint.scheme import (
-    K_SCALE,
-    SCHEME_OF,
-    STATIC,
-    V_SCALE,
-    Scheme,
-    attentions,
-    check_groups,
-    get_scheme,
-    groups,
-)
+from octavo.checkpoint.scheme import SCHEME_OF, STATIC, Scheme, check_groups, get_scheme, groups, kv_tensors
 from octavo.hf.source import Source
 from octavo.nn.module_tools import is_conv1d
 from octavo.nn.selection import check_strings, select_linears
@@ -185,13 +175,12 @@ def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor]
 
 
 def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dict[str, Tensor]:
-    names = attentions(source.meta_model.linears())
-    if not names:
+    sites = {name: name.removesuffix("_scale") for name in kv_tensors(source.meta_model.linears(), declared=True)}
+    if not sites:
         raise ValueError(
             f"{source.origin} has no attention layers with k_proj, which the scales of a KV cache are named after: "
             "pack it without --kv-cache"
         )
-    sites = {f"{name}.{leaf}": f"{name}.{leaf[0]}" for name in names for leaf in (K_SCALE, V_SCALE)}
     if missing := [site for site in sites.values() if site not in calibration.sites]:
         raise ValueError(
             f"the calibration has no statistics of {missing[0]}, which a KV cache needs: "

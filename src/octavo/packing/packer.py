@@ -338,7 +338,6 @@ class WeightScales:
 # so that a folder made of a packed one has it once.
 
 _BEGIN, _END = "<!-- written by octavo pack -->", "<!-- end -->"
-_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
 def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[str, Any], original: str) -> str:
@@ -359,7 +358,7 @@ def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[s
         _END,
     ]
     original = re.sub(f"{_BEGIN}.*?{_END}\n*", "", original, flags=re.DOTALL)
-    front = _FRONT_MATTER.match(original)
+    front = re.match(r"---\n.*?\n---\n", original, re.DOTALL)
     head = front[0] if front else "---\ntags: [octavo, quantized]\n---\n"
     rest = original[len(head) :] if front else original
     return "\n\n".join([head.rstrip(), *part, rest.strip()]).rstrip() + "\n"

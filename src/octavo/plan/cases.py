@@ -317,8 +317,6 @@ _SIZES = (
     "model", "layers", "width", "heads", "kv_heads", "mlp_width", "tied", "bias", "vocabulary", "experts.count",
     "experts.top_k", "experts.shared_width",
 )  # fmt: skip
-
-
 _SERVING = {"scheme": "scheme", "kv-cache": "cache", "attention": "attention"}  # options, and fields of a case
 
 

@@ -43,7 +43,7 @@ from octavo.recipe import Recipe, similar_preset
 class Place(NamedTuple):
     """A tensor in a module, and the module of PEFT that wraps the layer with adapters."""
 
-    module: nn.Module
+    module: Any
     tensor: Tensor
     adapters: Any = None
 
@@ -204,7 +204,7 @@ class _Push:
             for layer, w in zip(modules, weights, strict=True):
                 _copy(quantize_scaled(w, largest, cast)[0], layer.weight, layer.weight_scale)
         for place in self.held.values():
-            module: Any = place.module
+            module = place.module
             if (name := left.pop(id(place.tensor), None)) is None:
                 continue
             w, in_bf16 = self._get(name), recipe_of(self.sources[name]) is None

@@ -114,7 +114,7 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
             f"parity takes two tokens of each row at least, got {ids.shape[1]}, {runs.start - 1} of them padding: give "
             "longer texts"
         )
-    p, q = runs.trained_pass()[0], runs.decoded()
+    p, q = runs.forward(runs.models[0])[0], runs.decoded()
     log_p, log_q = (log_probabilities(logits, runs.targets) for logits in (p, q))
     difference = (log_p - log_q).abs()
     row, position = divmod(int(difference.argmax()), difference.shape[1])
@@ -136,26 +136,23 @@ class _Runs:
         self.start = max(prompts.padding) + 1
         self.targets = prompts.ids[:, self.start :]
 
-    def forward(self, model: Any, attention: str) -> tuple[Tensor, Tensor]:
-        """Logits and the input of the head, of one pass with an attention of transformers."""
+    def forward(self, model: Any, attention: str = "") -> tuple[Tensor, Tensor]:
+        """Logits and the input of the head, of one pass with an attention of transformers, by default the model's."""
         seen, before = list[Tensor](), model.config._attn_implementation
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
-            model.set_attn_implementation(attention)
+            model.set_attn_implementation(attention or before)
             logits = model(input_ids=self.prompts.ids, attention_mask=self.mask, use_cache=False).logits
         finally:
             hook.remove()
             model.set_attn_implementation(before)
         return logits[:, self.start - 1 : -1], seen[0][:, self.start - 1 : -1]
 
-    def trained_pass(self) -> tuple[Tensor, Tensor]:
-        return self.forward(self.models[0], self.models[0].config._attn_implementation)
-
     def decoded(self) -> Tensor:
         """The logits of the engine, which is given each token in place of the one that it would draw."""
         engine, ids, seen = getattr(self.served, "octavo_engine", None), self.prompts.ids, list[Tensor]()
         if engine is None:
-            return self.forward(self.models[1], self.models[1].config._attn_implementation)[0]
+            return self.forward(self.models[1])[0]
 
         def choose(text: Tensor, logits: Tensor) -> Tensor:
             seen.append(logits.clone())
@@ -181,9 +178,9 @@ class _Runs:
                 for parameter, numbers in other.items():  # in memory of their own
                     undo.callback(setattr, parameter, "data", parameter.data)
                     parameter.data = numbers
-                with_weights = self.trained_pass()[0]
+                with_weights = self.forward(trained)[0]
         yield "weights", _kl(p, with_weights), detail
-        logits, hidden = self.trained_pass()
+        logits, hidden = self.forward(trained)
         by_theirs = self.forward(trained, theirs)[0] if ours != theirs else logits
         yield "attention", _kl(p, by_theirs), f"{ours} in training, {theirs} in the served model"
         heads: list[Any] = [model.get_output_embeddings() for model in self.models]
@@ -208,7 +205,7 @@ def _kl(p: Tensor, q: Tensor) -> float:
 
 def _numbers(place: Place) -> Tensor:
     """The numbers of a weight as they are multiplied: those that its bytes stand for, or itself."""
-    module: Any = place.module
+    module = place.module
     if isinstance(module, PackedLinear) and place.tensor is module.weight:
         return module.packed_weight().dequantize()
     if isinstance(module, PackedGroupedLinear):

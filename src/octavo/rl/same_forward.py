@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo import ops
 from octavo.checkpoint.scheme import CHANNEL
 from octavo.inference.kv_cache import ModelKVCache, sliding_window
 from octavo.inference.packed_linear import PackedLinear
@@ -35,14 +36,6 @@ from octavo.nn.linear import Linear
 from octavo.nn.linear_function import rows
 from octavo.nn.module_tools import differentiable_once, is_fsdp_module, mix_classes, watched
 from octavo.numerics import QTensor
-from octavo.ops import (
-    activation_quantize,
-    norm_quantize,
-    norm_quantize_inference,
-    quantize,
-    quantize_stack,
-    rotate_append,
-)
 from octavo.ops.attention import ordered_attention
 from octavo.ops.gemm import ordered_mm
 from octavo.ops.softmax_loss import cross_entropy
@@ -170,12 +163,12 @@ def _layer(layer: Any, first: Tensor | None, tables: tuple[Tensor, Tensor], cach
     q, k, v = torch.split(qkv, sizes, -1)
     y = _attend(attention, q, k, v, tables, first, cache)
     w, bias = _weights([attention.o_proj])
-    y = ordered_mm(quantize(rows(y), ROW_X), w, bias)  # [T,H*D] @ [K,H*D]^T
+    y = ordered_mm(ops.quantize(rows(y), ROW_X), w, bias)  # [T,H*D] @ [K,H*D]^T
     total, n = _norm_quantize(layer.post_attention_layernorm, rows(x), y)
     w, bias = _weights([mlp.gate_proj, mlp.up_proj], mlp)
     u = ordered_mm(n, w, bias)  # [T,K] @ [2F,K]^T
     w, bias = _weights([mlp.down_proj])
-    return ordered_mm(activation_quantize(u, "swiglu", ROW_X), w, bias, total).view(x.shape)  # [T,F] @ [K,F]^T
+    return ordered_mm(ops.activation_quantize(u, "swiglu", ROW_X), w, bias, total).view(x.shape)  # [T,F] @ [K,F]^T
 
 
 def _weights(linears: Sequence[Any], fused: Any = None) -> tuple[QTensor, Tensor | None]:
@@ -183,7 +176,7 @@ def _weights(linears: Sequence[Any], fused: Any = None) -> tuple[QTensor, Tensor
     if not isinstance(linears[0], PackedLinear):
         weights = [linear.weight for linear in linears]
         bias = Stack(weights, [linear.bias for linear in linears]).bias()
-        return quantize_stack(weights, ROW_W), None if bias is None else bias.bfloat16()
+        return ops.quantize_stack(weights, ROW_W), None if bias is None else bias.bfloat16()
     if len(linears) == 1:
         return linears[0].packed_weight(), linears[0].bias
     fused.stacked.update(linears)
@@ -192,7 +185,7 @@ def _weights(linears: Sequence[Any], fused: Any = None) -> tuple[QTensor, Tensor
 
 def _norm_quantize(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, QTensor]:
     weight = norm.weight.bfloat16()
-    return norm_quantize_inference(x, residual, weight, None, norm.variance_epsilon, ROW_X, center=False)
+    return ops.norm_quantize_inference(x, residual, weight, None, norm.variance_epsilon, ROW_X, center=False)
 
 
 def _attend(
@@ -212,7 +205,7 @@ def _attend(
     else:
         keys, values = (q.new_empty(batch, k.shape[2] // attention.head_dim, tokens, attention.head_dim) for _ in "kv")
         length, clipped = (torch.full(shape, tokens, device=q.device) for shape in ((), (2,)))
-        q, _ = rotate_append(q, k, v, *tables, keys, values, None, None, length, clipped, **norms)
+        q, _ = ops.rotate_append(q, k, v, *tables, keys, values, None, None, length, clipped, **norms)
         if cache is not None:  # of transformers
             keys, values = (each.contiguous() for each in cache.update(keys, values, place))
             length = torch.full((), keys.shape[2], device=q.device)
@@ -223,7 +216,7 @@ def _attend(
 def _normed(norm: Any, x: Tensor) -> Tensor:
     """The root-mean-square norm in BF16, by the sums of the norms that quantize."""
     weight, flat = norm.weight.bfloat16(), rows(x)
-    rstd = norm_quantize(flat, None, weight, None, norm.variance_epsilon, ROW_X, center=False).rstd
+    rstd = ops.norm_quantize(flat, None, weight, None, norm.variance_epsilon, ROW_X, center=False).rstd
     y: Tensor = weight * (flat.float() * rstd).bfloat16()
     return y.view(x.shape)
 

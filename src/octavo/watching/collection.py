@@ -32,14 +32,7 @@ from octavo.nn.module_tools import check_module
 from octavo.nn.parallel_weights import device_of
 from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear, combine_all
 from octavo.observation.operands import BRIEF, Sampling
-from octavo.watching.records import (
-    LAYER_MAXIMA,
-    alignment_records,
-    expert_record,
-    layer_records,
-    operand_records,
-    transfer,
-)
+from octavo.watching.records import alignment_records, expert_record, layer_records, operand_records, transfer
 from octavo.watching.storage import EXPERTS, LIMIT, NO_EXPERTS, OPERANDS, Event, Records, WatchedLayer, WatchWriter
 from octavo.watching.watched_layers import Layers, WeightStatistics
 
@@ -128,7 +121,7 @@ class Watch:
         self._device = device_of(next(model.parameters()))
         layers.attach(self._device)
         self._weights = WeightStatistics(model, layers, rows, self._device)
-        self._experts = [(place, observer.experts) for place, observer in layers.experts]
+        self._experts = [(place, place.observer.experts) for place in layers.places if place.leaf]
         self._tables = [*layers.stats, *(table for _, tables in self._experts for table in tables.values())]
         self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
         self._store = Store(layers.stats)
@@ -235,7 +228,7 @@ class Watch:
         stats = self._store.add_to(stats if self._full else stats[:, :HEAD])
         tables = [(stats, len(MAXIMA)), (self._weights.alignments(), 0)]
         if self._full:
-            tables.append((self._weights.stats(), len(LAYER_MAXIMA)))
+            tables.append(self._weights.stats())
         tables += [(torch.stack([*each.values()], 1).flatten(0, 1), len(MAXIMA)) for _, each in self._experts]
         interval = self.interval if self._writer is None else self._writer.interval  # which may have doubled it
         wait, full, brief = transfer(tables, interval), self._full, self._brief

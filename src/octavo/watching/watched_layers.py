@@ -22,7 +22,7 @@ from octavo.nn.parallel_weights import device_of, first_indices, local_part
 from octavo.observation.operand_statistics import EXPONENTS, by_dtype, clear, combine_all, histograms, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
-from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS
+from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, Table
 from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
 
 _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the operand whose record shows that a GEMM ran
@@ -136,11 +136,6 @@ class Layers:
     def detach(self) -> None:
         for place in self.places:
             place.module.__dict__.pop("observers" if place.leaf else "observer", None)
-
-    @property
-    def experts(self) -> list[tuple[Place, ExpertObserver]]:
-        """The stacks of experts that are recorded."""
-        return [(place, place.observer) for place in self.places if place.leaf]
 
     @property
     def stacks(self) -> list[tuple[int, Matrix]]:
@@ -263,8 +258,8 @@ class WeightStatistics:
             hook.remove()
 
     @torch.no_grad()
-    def stats(self) -> Tensor:
-        """Read the weights. The statistics of the step, float64 [layers, fields and EXPONENTS counts]."""
+    def stats(self) -> Table:
+        """Read the weights. The statistics of the step, [layers, fields and EXPONENTS counts]."""
         for found, matrix in zip(self._found, self._matrices, strict=True):
             if (w := matrix.local(matrix.weight)).numel():
                 low, high = torch.aminmax(w)
@@ -276,7 +271,7 @@ class WeightStatistics:
         fields = [each.get(name, none).to(self._device) for each in self._found for name, none in missing.items()]
         scalars = torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), fields))
         exponents = [each.get("exponents", nothing).to(self._device, torch.float64) for each in self._found]
-        return torch.cat([scalars.view(-1, len(missing)), torch.stack(exponents)], 1)
+        return torch.cat([scalars.view(-1, len(missing)), torch.stack(exponents)], 1), len(LAYER_MAXIMA)
 
     @torch.no_grad()
     def read_gradients(self) -> None:
