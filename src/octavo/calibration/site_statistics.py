@@ -137,7 +137,7 @@ class Statistics:
     def _mse_scale(self) -> Tensor:
         seen = self.histogram.cpu().nonzero().flatten()
         x, counts = _magnitudes(torch.device("cpu"))[seen], self.histogram.cpu()[seen].double()
-        steps = torch.arange(41, dtype=torch.float64) / 8
+        steps = torch.arange(5 * 8 + 1, dtype=torch.float64) / 8  # five octaves, each in eight steps
         grid = scale_from_amax((self.amax / 2**steps).float(), E4M3)
         errors = [(counts * (x - cast(x / s, E4M3).float() * s).double().square()).sum() for s in grid]
         return grid[int(torch.stack(errors).argmin())]
