@@ -60,13 +60,7 @@ from octavo.rates.measured import slower_experts_note, slower_note
 from octavo.util import choose_device, plural
 
 
-def load_transformers(
-    folder: str | Path,
-    device: str | torch.device = "cpu",
-    kv_cache: str = AUTO,
-    attention: str = "bf16",
-    head: str = "bf16",
-) -> Any:
+def load_transformers(folder: str, device: str | torch.device, kv_cache: str, attention: str, head: str) -> Any:
     """`octavo.load`. Only the files of the folder are read, and none of them is a pickle."""
     check_settings(None if kv_cache == AUTO else kv_cache, attention=attention)
     if head not in ("bf16", "rowwise"):

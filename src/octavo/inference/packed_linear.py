@@ -263,9 +263,6 @@ def gemm_notes(schemes: Counter[Scheme], device: torch.device) -> tuple[str, str
 # has run on an MI300.
 
 
-_MAGNITUDE, _NAN, _MINUS_ZERO = 0x7F, 0x7F, 0x80  # of the codes of E4M3; the last is NaN in FNUZ
-
-
 def use_formats_of(model: nn.Module, device: torch.device) -> None:
     """Rewrite the packed layers of `model` in the format that the GEMMs of `device` take."""
     for layer in model.modules():
@@ -278,8 +275,8 @@ def use_formats_of(model: nn.Module, device: torch.device) -> None:
 def fnuz_data(data: Tensor) -> Tensor:
     """E4M3 data as E4M3FNUZ data of half the numbers; -0 becomes 0, and NaN stays NaN."""
     codes = data.view(torch.uint8)
-    nan = codes & _MAGNITUDE == _NAN
-    codes = codes.masked_fill(codes == _MINUS_ZERO, 0).masked_fill(nan, _MINUS_ZERO)
+    nan = codes & 0x7F == 0x7F
+    codes = codes.masked_fill(codes == 0x80, 0).masked_fill(nan, 0x80)  # that is -0 in E4M3, and NaN in FNUZ
     return codes.view(torch.float8_e4m3fnuz)
 
 

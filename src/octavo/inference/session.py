@@ -186,11 +186,6 @@ class Session:
     def capacity(self) -> int:
         return self.cache.max_tokens
 
-    @property
-    def graph(self) -> torch.cuda.CUDAGraph | None:
-        """The graph of a step, once it is captured."""
-        return self.passes[1].graph if 1 in self.passes else None
-
     def forget_graphs(self, captures: bool) -> None:
         """Drop the graphs; `captures` says whether later passes become some."""
         self.passes, self.pool = {}, None

@@ -173,8 +173,10 @@ class Granularity:
             return x.new_zeros(self.scale_shape(tuple(x.shape)))
         if self.rows == 1 and self.cols is None:
             return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))  # abs would make a copy
-        block = self.block(tuple(x.shape))
-        cut = _cut(x.abs(), block)
+        x, block = x.abs(), self.block(tuple(x.shape))
+        if any(padding := [p for n, b in zip(x.shape[::-1], block[::-1], strict=True) for p in (0, -n % b)]):
+            x = F.pad(x, padding)  # zeros up to whole blocks
+        cut = x.reshape([s for n, b in zip(x.shape, block, strict=True) for s in (n // b, b)])  # [n0, b0, n1, b1, ...]
         return cut.amax(dim=tuple(range(1, cut.ndim, 2)))
 
     def expand(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -183,14 +185,6 @@ class Granularity:
             if scale.shape[axis] != 1 and b > 1:
                 scale = scale.repeat_interleave(b, dim=axis).narrow(axis, 0, n)
         return scale
-
-
-def _cut(x: Tensor, block: tuple[int, ...]) -> Tensor:
-    """`x` padded with zeros to whole blocks and viewed as [n0, b0, n1, b1, ...]."""
-    padding = [p for n, b in zip(reversed(x.shape), reversed(block), strict=True) for p in (0, -n % b)]
-    if any(padding):
-        x = F.pad(x, padding)
-    return x.reshape([s for n, b in zip(x.shape, block, strict=True) for s in (n // b, b)])
 
 
 TENSOR = Granularity(None, None)

@@ -203,9 +203,12 @@ def hadamard(x: Tensor) -> Tensor:
 
     Each addition rounds to the dtype of x. `octavo.ops.rotate` rounds once.
     """
-    y = _by_bits(x)
+    # A dimension of two for each bit of the position in a block. One shape serves all stages: views between them would
+    # nest their indices in compiled code, which then takes minutes.
+    y = x.reshape(-1, *[2] * (block_size(x.shape[-1]).bit_length() - 1))
     for bit in range(1, y.ndim):
-        y = _butterflies(y, -bit)
+        a, b = y.unbind(-bit)
+        y = torch.stack((a + b, a - b), -bit)
     return y.mul(block_size(x.shape[-1]) ** -0.5).view(x.shape)
 
 
@@ -225,17 +228,3 @@ def scattered_signs(n: int, device: torch.device) -> Tensor:
     for multiplier, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):
         h = ((h ^ (h >> shift)) * multiplier) & 0x7FFFFFFF  # 31 bits, so that no product overflows
     return ((h >> 16) & 1).float() * 2 - 1
-
-
-def _by_bits(x: Tensor) -> Tensor:
-    """`x` with a dimension of two for each bit of the position in a block.
-
-    One shape serves all stages: views between them would nest their indices in compiled code, which then takes minutes.
-    """
-    return x.reshape(-1, *[2] * (block_size(x.shape[-1]).bit_length() - 1))
-
-
-def _butterflies(y: Tensor, dim: int) -> Tensor:
-    """(a + b, a - b) for all pairs a, b along a dimension of two."""
-    a, b = y.unbind(dim)
-    return torch.stack((a + b, a - b), dim)

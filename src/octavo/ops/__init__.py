@@ -27,14 +27,7 @@ if TYPE_CHECKING:
     from octavo.ops.grouped_gemm import grouped_mm, grouped_mm_dw
     from octavo.ops.largest import index_of_largest
     from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
-    from octavo.ops.permutation import (
-        Rows,
-        aligned_groups,
-        combine,
-        combine_backward,
-        gather_quantize,
-        sort_by_expert,
-    )
+    from octavo.ops.permutation import Rows, aligned_groups, combine, combine_backward, gather_quantize, sort_by_expert
     from octavo.ops.quantization import (
         quantize,
         quantize_matrices,

@@ -55,13 +55,7 @@ def cached_attention(
 
 
 def ordered_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    length: Tensor,
-    *,
-    first: Tensor | None = None,
-    scale: float | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, first: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
     """`cached_attention` in which the bits of a query's result depend on that query and the keys that it sees alone.
 

@@ -41,9 +41,6 @@ def shared_bytes(tile: Tile, element_size: int, block_m: int, block_d: int) -> i
 # ---- The number of parts that the tokens of a cache are split into, so that every multiprocessor has work.
 
 
-MAX_SPLITS = 128
-
-
 @cache
 def splits_of(pairs: int, capacity: int, block_n: int, programs: int) -> int:
     """The number of parts for `pairs` heads of sequences with `capacity` tokens, `programs` running at a time.
@@ -51,7 +48,7 @@ def splits_of(pairs: int, capacity: int, block_n: int, programs: int) -> int:
     The smallest number whose last wave leaves at most a tenth of the device idle; if there is none, the one that leaves
     the least idle.
     """
-    most = max(1, min(MAX_SPLITS, capacity // block_n))
+    most = max(1, min(128, capacity // block_n))
 
     def busy(splits: int) -> float:
         return pairs * splits / (-(-pairs * splits // programs) * programs)

@@ -278,7 +278,6 @@ def takes_cutlass(a: Tensor, b: Tensor, groups: int, fast: bool) -> bool:
 MAX_FASTER_M = 16  # up to it, each GEMM of Llama-3-8B was faster than BF16's on an H200 (docs/performance.md)
 MAX_M = 256  # above it, widening the weight once costs less than the tensor cores lose in our kernel
 LOWEST_WEIGHT_ONLY = (8, 0)  # Ampere: the first with BF16 on tensor cores, and the first that Triton supports
-_HALVES = (torch.bfloat16, torch.float16)
 _GROUPS = (None, 32, 64, 128)  # elements along K that share a scale; None for all
 
 
@@ -288,7 +287,7 @@ def find_weight_only_backend(device: Place, dtype: torch.dtype, granularity: Gra
         return Backend("emulated", f"{device.type}: exact in float32, slower than BF16")
     if not has_kernels(device, LOWEST_WEIGHT_ONLY):
         return Backend("dequantized", "Triton kernels need an NVIDIA GPU from Ampere (8.0)")
-    if dtype not in _HALVES:
+    if dtype not in (torch.bfloat16, torch.float16):
         return Backend("dequantized", f"the kernel takes bfloat16 and float16, the input is {dtype}")
     if granularity.cols not in _GROUPS:
         return Backend("dequantized", f"the kernel takes no {granularity.name} scales")

@@ -171,12 +171,10 @@ def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, bac
     return kernel.grouped_mm(operands, offsets, out_dtype, fast)
 
 
-def _like_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, *rest: Any) -> Tensor:
-    a, b, *_ = operands
-    return a.new_empty((offsets.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-@operation(check=_check_dw, like=_like_dw)
+@operation(
+    check=_check_dw,
+    like=lambda on, ends, dtype, *_: on.a.new_empty((ends.shape[0], on.a.shape[0], on.b.shape[0]), dtype=dtype),
+)
 def _grouped_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
     a, b, scale_a, _, by, _ = operands
     if backend == "emulated":

@@ -142,8 +142,7 @@ def _like(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tenso
 
 
 def _like_backward(dn: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    center = rest[-1]
-    return x.new_empty(x.shape), weight.new_empty(x.shape[1]), weight.new_empty(x.shape[1] if center else 0)
+    return x.new_empty(x.shape), weight.new_empty(x.shape[1]), weight.new_empty(x.shape[1] if rest[-1] else 0)
 
 
 _norm_quantize = operation(

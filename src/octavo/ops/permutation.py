@@ -128,15 +128,13 @@ def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tenso
     return data, scale, x.new_empty(0) if rest[-1] is None else x.new_empty(m, dtype=torch.float32)
 
 
-def _combines(y: Tensor, *rest: Any) -> bool:
-    return y.numel() > 0 and y.dtype in FLOATS and has_kernels(y.device)
-
-
 _gather_quantize = operation(
     check=_check_gather, like=_like, runs=lambda x, cast, *rest: runs_fused(x, x.shape[1], cast.format)
 )(gather_quantize_reference)
 combine = operation(
-    check=_check_combine, like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])), runs=_combines
+    check=_check_combine,
+    like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])),
+    runs=lambda y, *rest: y.numel() > 0 and has_kernels(y.device),
 )(combine_reference)
 
 

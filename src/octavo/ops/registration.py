@@ -430,18 +430,13 @@ def _trace(function: Function, leaves: list[Any], where: list[int], spec: Any) -
         filled = dict(enumerate(leaves)) | dict(zip(where, tensors, strict=True))
         return function(*tree_unflatten(filled.values(), spec))
 
+    global _lowering
     mode = detect_fake_mode(leaves)
     assert mode is not None
-    with mode, _kernels_wrapped():
-        return make_fx(run, select_decomp_table())(*(leaves[i] for i in where))
-
-
-@contextmanager
-def _kernels_wrapped() -> Iterator[None]:
-    global _lowering
     _lowering = True
     try:
-        yield
+        with mode:
+            return make_fx(run, select_decomp_table())(*(leaves[i] for i in where))
     finally:
         _lowering = False
 

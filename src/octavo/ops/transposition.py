@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import widen
 from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa
-from octavo.ops.launching import has_kernels
+from octavo.ops.launching import converts, has_kernels
 from octavo.ops.registration import check_tensor, operation
 
 # ---- The byte transpose.
@@ -31,9 +31,6 @@ def transpose_reference(data: Tensor, shift: Tensor | None, place: Tensor | None
 def placed(x: Tensor, place: Tensor | None) -> Tensor:
     """The rows of `x` [M, K] at their places, as `aligned_groups` gives them; zeros where the number is -1."""
     return x if place is None else F.pad(x, (0, 0, 0, 1))[place]  # -1 is the last row
-
-
-KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def transpose(
@@ -63,7 +60,7 @@ def _check(data: Tensor, shift: Tensor | None, place: Tensor | None) -> None:
 _transpose = operation(
     check=_check, after=True,
     like=lambda data, shift, place: data.new_empty((data.shape[1], (data if place is None else place).shape[0])),
-    runs=lambda data, *rest: data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES,
+    runs=lambda data, *rest: data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and converts(data),
 )(transpose_reference)  # fmt: skip
 
 
