@@ -45,9 +45,7 @@ LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand,
 DESCRIBED = Tiling(256, 128, 1, 4, 8)  # of fast sums that the copy engine loads
 DESCRIBED_DW = Tiling(128, 128, 1, 3, 8)  # of dw whose operands the copy engine loads
 SHORT = 2048  # mean columns of a group up to which it does so
-PROGRAMS = (
-    792  # that share its tiles, six for each multiprocessor of a large Hopper: a collective may hold some of these
-)
+PROGRAMS = 792  # that share its tiles, six for each multiprocessor of a large Hopper: a collective may hold some
 
 
 def grouped_mm(
