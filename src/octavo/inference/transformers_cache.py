@@ -330,8 +330,7 @@ class TransformersForward:
             )
         finally:
             self.config._attn_implementation = before
-        logits: Tensor = output.logits
-        return logits if self.keeps or kept is None else logits.index_select(1, kept)
+        return output.logits if self.keeps or kept is None else output.logits.index_select(1, kept)
 
 
 # ---- The cache that a model of transformers makes for itself, for models and lengths that ours does not serve.
@@ -368,5 +367,4 @@ class OwnCacheSession:
                 padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, start:]
         output = self.model(input_ids=tokens, use_cache=True, **{CACHE: self.cache}, **padded)
         self.cache = output[CACHE]
-        logits: Tensor = output.logits
-        return logits[:, -1]
+        return output.logits[:, -1]

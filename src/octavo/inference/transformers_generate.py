@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from octavo.inference.engine import AUTO, Choose, Engine, Stop
 from octavo.inference.kv_cache import Pairs, UnservedError
 from octavo.inference.sampling import draw
-from octavo.inference.session import Prompts, first_tokens, read_prompts
+from octavo.inference.session import first_tokens, read_prompts
 from octavo.inference.transformers_cache import CACHE
 from octavo.nn.module_tools import mix_classes
 from octavo.ops import index_of_largest
@@ -77,19 +77,16 @@ class Accelerated:
                 engine.sessions.clear()  # the model does not take their caches
             reason = str(error)
         _say_once(self, reason)
-        parent: Any = super()
-        return parent._sample(input_ids, logits_processor, stopping_criteria, generation_config, **settings)
+        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **settings)  # type: ignore[misc]
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         _say_once(self, "beams are asked for (num_beams)")
-        parent: Any = super()
-        return parent._beam_search(*args, **kwargs)
+        return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
 
     def _assisted_decoding(self, *args: Any, inputs_tensor: Tensor | None = None, **kwargs: Any) -> Any:
         """transformers' own, which gets `inputs_tensor` because the signature has it."""
         _say_once(self, "candidates of an assistant or of the prompt are asked for")
-        parent: Any = super()
-        return parent._assisted_decoding(*args, inputs_tensor=inputs_tensor, **kwargs)
+        return super()._assisted_decoding(*args, inputs_tensor=inputs_tensor, **kwargs)  # type: ignore[misc]
 
 
 def _say_once(model: Any, reason: str) -> None:
@@ -110,8 +107,10 @@ def _run(
     does not serve the model, or texts of this length."""
     _check_covered(model, config, kwargs)
     prompts = read_prompts(ids, kwargs.get("attention_mask"), engine.device)
-    if not _usual_positions(prompts, kwargs.get("position_ids")):
-        raise UncoveredError("position_ids are given that do not count the tokens")
+    if (positions := kwargs.get("position_ids")) is not None:  # which transformers makes from the mask
+        usual = torch.arange(ids.shape[1], device=engine.device) - first_tokens(prompts)[:, None]
+        if not bool(((positions.to(engine.device) == usual) | (usual < 0)).all()):
+            raise UncoveredError("position_ids are given that do not count the tokens")
     if engine.limit < min(engine.context, config.max_length - 1):
         raise UnservedError(f"the text may exceed the sliding window of {engine.limit} tokens")
     padding, stop = config._pad_token_tensor, None  # texts end at their number of tokens alone
@@ -152,15 +151,6 @@ def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UncoveredError(reason)
-
-
-def _usual_positions(prompts: Prompts, positions: Tensor | None) -> bool:
-    """True if `positions`, which transformers makes from the mask, count the tokens of each row from 0."""
-    if positions is None:
-        return True
-    first = first_tokens(prompts)[:, None]
-    usual = torch.arange(prompts.ids.shape[1], device=first.device) - first
-    return bool(((positions.to(first.device) == usual) | (usual < 0)).all())
 
 
 def _chooser(processors: Any, draws: bool) -> Choose:

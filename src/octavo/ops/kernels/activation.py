@@ -73,20 +73,14 @@ def activation_backward(
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip
     if biased:
-        _sum_gradients(dh, u, dbias, kind)
+        # The kernel above could add up the rows of a program itself. But the sums of a row of 5,120 would take so many
+        # registers that only one program, in place of three, fits a multiprocessor.
+        partials = allocate(u, (min(PARTIAL_SUMS, cdiv(m, SUM_BLOCK_M)), u.shape[1]), torch.float32)
+        launcher(_sum_kernel, (cdiv(f, SUM_BLOCK_F), partials.shape[0]))(
+            dh, u, partials, m, f, **_formula(kind), BLOCK_M=SUM_BLOCK_M, BLOCK_F=SUM_BLOCK_F, num_warps=8
+        )
+        sum_columns(partials, dbias)
     return data, scale, h_data, dbias
-
-
-def _sum_gradients(dh: Tensor, u: Tensor, dbias: Tensor, kind: str) -> None:
-    # The kernel above could add up the rows of a program itself. But the sums of a row of 5,120 would take so many
-    # registers that only one program, in place of three, fits a multiprocessor.
-    m, f = dh.shape
-    partials = allocate(u, (min(PARTIAL_SUMS, cdiv(m, SUM_BLOCK_M)), u.shape[1]), torch.float32)
-    launcher(_sum_kernel, (cdiv(f, SUM_BLOCK_F), partials.shape[0]))(
-        dh, u, partials, m, f,
-        **_formula(kind), BLOCK_M=SUM_BLOCK_M, BLOCK_F=SUM_BLOCK_F, num_warps=8,
-    )  # fmt: skip
-    sum_columns(partials, dbias)
 
 
 def _formula(kind: str) -> dict[str, bool]:

@@ -159,10 +159,7 @@ def _handle(device: int) -> tuple[Any, Any]:
 def _build(cudnn: Any, handle: Any, name: str, scale: float, layouts: Mapping[str, Layout]) -> tuple[Any, int]:
     types = cudnn.data_type
     graph = cudnn.pygraph(
-        io_data_type=types.FP8_E4M3,
-        intermediate_data_type=types.FLOAT,
-        compute_data_type=types.FLOAT,
-        handle=handle,
+        io_data_type=types.FP8_E4M3, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=handle
     )
     inputs, written = {}, {}
     for number, (tensor, (dim, stride)) in enumerate(layouts.items(), 1):

@@ -81,13 +81,7 @@ def readable_scale(scale: Tensor) -> Tensor:
 
 @cache
 def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
-    """The tiling for y [m, n] and K = k on `device`."""
-    return tiling_for(m, n, k, group, multiprocessors(device), shared_memory(device))
-
-
-def tiling_for(m: int, n: int, k: int, group: int, programs: int, shared: int) -> Tiling:
-    """The tiling for y [m, n] and K = k on a GPU of `programs` multiprocessors, each with `shared` bytes of shared
-    memory. group: elements along K that share a scale, 0 for all."""
+    """The tiling for y [m, n] and K = k on `device`. group: elements along K that share a scale, 0 for all."""
     if m == 1:
         block_k = group or largest_block_k(k, 512)
         return Tiling(4096 // block_k if group else 8, block_k, stages=4, warps=4)
@@ -96,8 +90,9 @@ def tiling_for(m: int, n: int, k: int, group: int, programs: int, shared: int) -
     block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(m)))
     block_n, warps = (64, 4) if block_m <= 32 else (128, 8)
     block_k = group or largest_block_k(k, 256 if block_m <= 32 else 128 if block_m <= 64 else 64)
-    stages = max(2, min(4, shared // (block_k * (block_n + 2 * block_m))))
+    stages = max(2, min(4, shared_memory(device) // (block_k * (block_n + 2 * block_m))))
     tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, block_k)
+    programs = multiprocessors(device)
     split_k = choose_split(tiles, steps, programs) if tiles < programs else 1
     return Tiling(block_n, block_k, stages, warps, split_k)
 
