@@ -181,8 +181,9 @@ def test_compiled_code_holds_the_operation():
     assert any("octavo.quantize" in str(target) for target in graphs[0])
 
 
+@pytest.mark.parametrize("call", [append_kv, append_kv.overload], ids=["direct", "dispatched"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_written_tensors_have_a_new_version(mode, monkeypatch):
+def test_written_tensors_have_a_new_version(mode, call, monkeypatch):
     """Autograd refuses a backward pass that needs their former numbers."""
     reference = append_kv.function
 
@@ -194,12 +195,12 @@ def test_written_tensors_have_a_new_version(mode, monkeypatch):
     k, length, clipped = torch.randn(1, 1, 2, 8), torch.tensor(2), torch.zeros(2, dtype=torch.int64)
     with mode():
         before = keys._version
-        append_kv(k, k, keys, values, None, None, length, clipped)
+        call(k, k, keys, values, None, None, length, clipped)
     assert keys._version > before
     assert torch.equal(keys[:, :, :2], k)
     with torch.inference_mode():
         caches = [x.clone() for x in (keys, values)]
-        append_kv(k, k, *caches, None, None, length, clipped)
+        call(k, k, *caches, None, None, length, clipped)
 
 
 def test_a_list_of_tensors_as_inductor_holds_it_is_a_list() -> None:
