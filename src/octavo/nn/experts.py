@@ -209,14 +209,14 @@ class _Experts(torch.autograd.Function):
         x_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
-        m_n, m_h = scale_mantissa(s_n), scale_mantissa(s_h)
         factor, folded = weight.float().reshape(-1, 1)[slot], s_out.squeeze(2)
         g, dweight = ops.combine_backward(
-            dout, y, row, recipe.dy, slot=slot, column_scale=folded, group=groups.expert, row_scale=m_h * factor
-        )
+            dout, y, row, recipe.dy, slot=slot, column_scale=folded, group=groups.expert,
+            row_scale=scale_mantissa(s_h) * factor,
+        )  # fmt: skip
         observe_group(
             call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
-            slot=slot, factor=factor, column_scale=folded, row_scale=m_h, shift_scale=s_h,
+            slot=slot, factor=factor, column_scale=folded, s_x=s_h,
         )  # fmt: skip
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
@@ -228,7 +228,7 @@ class _Experts(torch.autograd.Function):
         )  # fmt: skip
         observe_group(
             call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
-            column_scale=s_in.squeeze(2), row_scale=m_n, shift_scale=s_n,
+            column_scale=s_in.squeeze(2), s_x=s_n,
         )  # fmt: skip
         h_t = ops.transpose(h_q.data, place=groups.place)
         dw_out = weight_gradient(recipe, g, scales, h_t, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
@@ -486,8 +486,7 @@ class _GroupedLinear(torch.autograd.Function):
         if recipe is not None:
             groups, m, folded = Groups.of(offsets, len(x_data)), scale_mantissa(s_x), s_w.squeeze(2)
             g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
-            factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}
-            observe_group(ctx.observer, "dy", "dy", [dy], g, recipe.dy, offsets, **factors)
+            observe_group(ctx.observer, "dy", "dy", [dy], g, recipe.dy, offsets, s_x=s_x, column_scale=folded)
             scales = ops.fold_scales(s_x, g.scale, s_w, offsets)
             if needs_x:
                 w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)

@@ -20,7 +20,7 @@ A rotated GEMM (`octavo.recipe`) quantizes its two operands for itself alone. Th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.formats import format_of
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.numerics.scaling import quotient, scattered_signs
-from octavo.ops.registration import FLOATS, LIBRARY
+from octavo.ops.registration import FLOATS, define
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
 # ---- Operands of the backward GEMMs whose row scales lie along the reduction.
@@ -177,14 +177,7 @@ def shaped(y: Tensor, shape: torch.Size) -> Tensor:
 
 def composite(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the operation `octavo::` of this schema, and return what calls the operation."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema[: schema.index("(")]
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, function, "CompositeImplicitAutograd")
-        return getattr(torch.ops.octavo, name).default
-
-    return register
+    return partial(define, schema, key="CompositeImplicitAutograd")
 
 
 read_recipe = cache(Recipe.from_json)

@@ -37,7 +37,7 @@ from octavo.observation.operand_statistics import (
     sampled_rows,
 )
 from octavo.ops.activation import activated, activation_gradient
-from octavo.ops.registration import LIBRARY, OPERATIONS
+from octavo.ops.registration import OPERATIONS, define
 from octavo.ops.transposition import fold_scales, group_of_rows
 
 # ---- Operations that record statistics in the steps that are sampled, and the flag of the host that says when.
@@ -77,11 +77,9 @@ def sampled_operation(*mutated: str) -> Callable[[Callable[P, None]], Callable[P
         defaults = [(parameter.name, parameter.default) for parameter in parameters]
         # Without defaults: an argument that equals its default would be left out of a compiler's graph.
         schema = re.sub(r"=[^,)]*", "", torch.library.infer_schema(function, mutates_args=mutated))
-        LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"octavo::{name}", lambda *args: None)
+        overload = define(name + schema, function)
+        torch.library.register_fake(overload, lambda *args: None)
         OPERATIONS[name] = function, lambda *args: False
-        overload: Any = getattr(torch.ops.octavo, name).default
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:
