@@ -2,7 +2,6 @@
 
 import json
 import re
-import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,9 +110,8 @@ def check_expert_counts(config: Mapping[str, Any], where: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all, even if another process writes it at the same time: a full disk
-    must not destroy the old one."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    """Write a file that appears whole or not at all: a full disk must not destroy the old one."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
