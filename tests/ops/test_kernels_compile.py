@@ -138,8 +138,10 @@ def calls_of_training() -> Iterator[Call]:
         yield "rows", "add_rows", (rows(2048), torch.zeros(2048), mean)
     yield "rows", "word_sums", ([rows(2048), ones(5)],)
     labels, one = torch.zeros(M, dtype=torch.int64), torch.tensor(1.0)
-    for cap, fp8 in product((0.0, 30.0), (False, True)):
-        yield "softmax_loss", "cross_entropy", (rows(128_256), labels, one, None, 1.0, cap, fp8)
+    for cap in (0.0, 30.0):
+        yield "softmax_loss", "cross_entropy", (rows(128_256), labels, one, None, 1.0, cap)
+        gradient = rows(128_256), labels, one, ones(M), ones(M), 1.0, cap, True, True
+        yield "softmax_loss", "cross_entropy_gradient", gradient
     yield "softmax_loss", "multiply", (rows(2048), one)
 
 

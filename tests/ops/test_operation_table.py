@@ -69,7 +69,7 @@ from octavo.ops.int8_gemm import int8_mm
 from octavo.ops.launching import LONGEST_ROW
 from octavo.ops.registration import Operation
 from octavo.ops.rows import RowBatch, cast_rows
-from octavo.ops.softmax_loss import cross_entropy, multiply
+from octavo.ops.softmax_loss import cross_entropy, cross_entropy_gradient, multiply
 
 WITH_KERNELS = {name: operation for name, operation in OPERATIONS.items() if operation.kernels}
 E4M3, INT, E8 = Cast(), torch.int32, torch.float8_e4m3fn
@@ -173,7 +173,12 @@ def turns(heads: int, kv_heads: int, dim: int) -> None:
     rotate_append(q, k, k, angle, angle, *stored(width=dim), clipped())
 
 
-LOSS = None, None, 1.0, 0.0, False  # no gradient
+def gradient_of(z: Tensor) -> tuple:
+    rows = torch.ones(len(z), dtype=z.dtype)
+    return z, zeros(len(z)).long(), torch.tensor(0.5, dtype=z.dtype), rows, rows, 1.0, 0.0, True, True
+
+
+LOSS = None, None, 1.0, 0.0  # no gradient
 RUNS = [  # a call, and whether the kernel runs
     ("quantize", lambda: quantize(ones(4, 8), Cast("e4m3", block(4, 4)), column_scale=ones(1, 8)), False),
     ("quantize", lambda: quantize(ones(4, 8), Cast("int8")), True),
@@ -220,6 +225,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), *LOSS), True),
     ("cross_entropy", lambda: cross_entropy(ones(2, 8).double(), zeros(2).long(), *LOSS), False),
     ("cross_entropy", lambda: cross_entropy(ones(0, 8), zeros(0).long(), *LOSS), False),
+    ("cross_entropy_gradient", lambda: cross_entropy_gradient(*gradient_of(ones(2, 8))), True),
+    ("cross_entropy_gradient", lambda: cross_entropy_gradient(*gradient_of(ones(2, 8).double())), False),
     ("multiply", lambda: multiply(ones(2, 8), torch.tensor(0.5)), True),
     ("multiply", lambda: multiply(ones(0, 8), torch.tensor(0.5)), False),
     ("rotate_append", lambda: turns(4, 2, 16), True),

@@ -31,7 +31,7 @@ from octavo.nn.module_tools import mix_into, unsupported
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
-from octavo.ops.softmax_loss import IGNORED, cross_entropy, multiply
+from octavo.ops.softmax_loss import IGNORED, cross_entropy, cross_entropy_gradient, multiply
 
 CHUNK = 4096  # tokens whose logits are in memory at a time
 HeadRecipe = Literal["bf16", "rowwise"]
@@ -163,20 +163,28 @@ def _linear_cross_entropy(
     total, wanted = torch.zeros_like(count), factor if wants_x or wants_w else None
     for start in range(0, len(x), chunk):
         rows, some = x[start : start + chunk], labels[start : start + chunk]
-        z, joined = head.products(rows), None
+        z = head.products(rows)
+        own = cross_entropy(z, some, None if group or fp8 else wanted, None, scale, cap)
         if group:
-            joined = _joined(*cross_entropy(z, some, None, None, scale, cap, False)[:2], group)
-        lse, picked, *g_q = cross_entropy(z, some, wanted, joined and joined[0], scale, cap, fp8 and wants_x)
-        if joined:
-            picked = joined[1]
+            lse, picked = _joined(*own, group)
         else:  # of a label that is none, the loss is NaN
-            picked.masked_fill_((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan)
+            lse, picked = (
+                own[0],
+                own[1].masked_fill((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan),
+            )
         total += torch.where(some == IGNORED, 0, lse - picked).sum()
+        if wanted is None:
+            continue
+        g: Any = (z, z)
+        if fp8:
+            g = _gradients(z, some, wanted, lse, own[1], scale, cap, wants_x, wants_w)
+        elif group:
+            cross_entropy(z, some, wanted, lse, scale, cap)
         if dx is not None:
-            dx[start : start + chunk] = head.dx(z, *g_q)
+            dx[start : start + chunk] = head.dx(g[0])
         if wants_w:
-            dw = head.dw(dw, z, rows, wide)
-        del z
+            dw = head.dw(dw, g[1], rows, wide)
+        del z, g
     if wants_w:
         dw = torch.zeros_like(weight) if dw is None else dw.to(weight.dtype)  # None of no tokens
     return total, dx, dw  # type: ignore[return-value]
@@ -202,10 +210,10 @@ class _Head:
     def products(self, x: Tensor) -> Tensor:
         return x @ self.w.t()  # [c,K] @ [V,K]^T
 
-    def dx(self, g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+    def dx(self, g: Any) -> Tensor:
         return g @ self.w  # [c,V] @ [V,K]
 
-    def dw(self, dw: Tensor | None, g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def dw(self, dw: Tensor | None, g: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         """g[c,V]^T @ x[c,K], added to dw[V,K] of `dtype` if there is one."""
         if g.dtype == dtype:
             return g.t() @ x if dw is None else dw.addmm_(g.t(), x)
@@ -220,8 +228,8 @@ class _Head:
 class _Fp8Head(_Head):
     """The three products in e4m3. The weight has one scale: its bytes serve z and, transposed, dx.
 
-    Rows of x and g have scales of their own. For dw both are quantized again, with a scale for each column: a token of
-    the vocabulary that is no label keeps its small gradient.
+    Rows of x and g have scales of their own. For dw both are quantized with a scale for each column: a token of the
+    vocabulary that is no label keeps its small gradient.
     """
 
     def __init__(self, w: Tensor) -> None:
@@ -235,14 +243,19 @@ class _Fp8Head(_Head):
         x_q = ops.quantize(x, Cast())
         return ops.scaled_mm(x_q, self.q, out_dtype=self.w.dtype, fast_accumulation=True)  # [c,K] @ [V,K]^T
 
-    def dx(self, g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+    def dx(self, g: QTensor) -> Tensor:
         # Its sum over the vocabulary is not accumulated fast: the many small p would be lost beside the label's.
-        return ops.scaled_mm(QTensor(data, scale, E4M3, ROW), self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
+        return ops.scaled_mm(g, self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
 
-    def dw(self, dw: Tensor | None, g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-        g_t, x_t = (ops.quantize_transposed(t, Cast()) for t in (g, x))
-        part = ops.scaled_mm(g_t, x_t, out_dtype=self.w.dtype)  # [V,c] @ [K,c]^T
+    def dw(self, dw: Tensor | None, g: QTensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        part = ops.scaled_mm(g, ops.quantize_transposed(x, Cast()), out_dtype=self.w.dtype)  # [V,c] @ [K,c]^T
         return part.to(dtype) if dw is None else dw.add_(part)
+
+
+def _gradients(*args: Any) -> list[QTensor | None]:
+    """g by row and its transpose, by the arguments of `cross_entropy_gradient`; None where it is not wanted."""
+    data, scale, data_t, scale_t = cross_entropy_gradient(*args)
+    return [None if q is None else QTensor(q, s, E4M3, ROW) for q, s in ((data, scale), (data_t, scale_t))]
 
 
 # ---- Finding out how a model computes its logits: from the operations, and not from the model's name.

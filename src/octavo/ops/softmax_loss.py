@@ -7,8 +7,9 @@
 Granite and Cohere scale the logits; Gemma 2 has scale = 1 / cap. The kernel reads z twice: for the maximum and the sum
 (Milakov and Gimelshein, arXiv:1805.02867), and for g. All arithmetic is in float32.
 
-The largest magnitude of a row of g is that of its label, 1 - p: the other p sum to it. So the scale of g in eight bits
-is known before the second pass. With a cap it is a bound.
+In eight bits g is written twice, by rows and, transposed, by columns, and z is read once more for each: cheaper than g
+in BF16 between them. The largest magnitude of a row of g is that of its label, 1 - p: the other p sum to it. So the
+scale of a row is known before. With a cap it is a bound.
 """
 
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3
-from octavo.ops.launching import has_kernels
+from octavo.numerics.qtensor import Cast
+from octavo.ops.launching import converts, has_kernels
+from octavo.ops.quantization import quantize_transposed_reference
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
 IGNORED = -(1 << 40)  # the label of a row without a loss: no number of a label minus one of a first row
@@ -26,8 +29,8 @@ _ROWS = 64  # of the reference at a time, so that it holds no second tensor of t
 
 
 def cross_entropy_reference(
-    z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None, scale: float, cap: float, fp8: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None, scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
     """The parts of the loss of each row of z [T, V], and with a `factor` the gradient, written over z.
 
     Args:
@@ -37,35 +40,68 @@ def cross_entropy_reference(
         factor: of the gradient, 0-dim float32 (float64 of z in float64); None computes none, and leaves z as it is.
         lse: [T], of all parts of the vocabulary, where z is one. Computed if None.
         scale, cap: the logits are scale * z, or cap * tanh(scale * z) if cap is not 0.
-        fp8: also give g in e4m3 by row.
 
     Returns:
-        lse and the logit of the label (0 where it is not here), [T] of the dtype of factor; data and scale of g in
-        e4m3, None without `fp8`.
+        lse and the logit of the label (0 where it is not here), [T] of the dtype of factor.
     """
     wide = torch.promote_types(z.dtype, torch.float32)
     found, picked = (z.new_empty(len(z), dtype=wide) for _ in range(2))
-    data = z.new_empty(z.shape, dtype=E4M3.dtype) if fp8 else None
-    scales = found.new_empty((len(z), 1), dtype=torch.float32) if fp8 else None
     for start in range(0, len(z), _ROWS):
         rows = slice(start, start + _ROWS)
-        own, ignored = (labels[rows] >= 0) & (labels[rows] < z.shape[1]), labels[rows] == IGNORED
-        column = labels[rows].clamp(0, z.shape[1] - 1)[:, None]
-        y = z[rows].to(wide).mul_(scale)
-        slope = 1 - y.tanh_().square() if cap else 1.0
-        y *= cap or 1
-        found[rows] = torch.logsumexp(y, 1).masked_fill_(ignored, 0.0) if lse is None else lse[rows]
+        y, slope = _logits(z[rows], scale, cap)
+        own, column = _own(labels[rows], z)
+        found[rows] = torch.logsumexp(y, 1).masked_fill_(labels[rows] == IGNORED, 0.0) if lse is None else lse[rows]
         picked[rows] = torch.where(own, y.gather(1, column)[:, 0], 0.0)
-        if factor is None:
-            continue
-        most = factor * (scale * (cap or 1))
-        g = y.sub_(found[rows, None]).exp_().scatter_add_(1, column, -own.to(wide)[:, None])
-        z[rows] = g.mul_(most * slope).masked_fill_(ignored[:, None], 0.0)
-        if data is not None and scales is not None:
-            p = torch.where(own, (picked[rows] - found[rows]).exp(), 0.0)
-            scales[rows] = ((1 - p).clamp(min=LEAST) * most / E4M3.max)[:, None]
-            data[rows] = (g.float() / scales[rows]).to(E4M3.dtype)
-    return found, picked, data, scales  # type: ignore[return-value]
+        if factor is not None:
+            z[rows] = _gradient(y, slope * factor * (scale * (cap or 1)), labels[rows], found[rows])
+    return found, picked
+
+
+def cross_entropy_gradient_reference(
+    z: Tensor, labels: Tensor, factor: Tensor, lse: Tensor, picked: Tensor, scale: float, cap: float,
+    by_row: bool, by_column: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient g of `cross_entropy` in e4m3 by row, and of g in z's dtype the transpose in e4m3 by row.
+
+    Args:
+        lse, picked: [T], as `cross_entropy` returns them; lse of all parts of the vocabulary.
+        by_row, by_column: if they are wanted.
+
+    Returns:
+        Data [T, V] and scale [T, 1] of g, and data [V, T] and scale [V, 1] of its transpose; None if not wanted.
+    """
+    most = factor * (scale * (cap or 1))
+    g, data = torch.empty_like(z), z.new_empty(z.shape, dtype=E4M3.dtype)
+    p = torch.where(_own(labels, z)[0], (picked - lse).exp(), 0.0)
+    scales = ((1 - p).clamp(min=LEAST) * most / E4M3.max)[:, None].float()
+    for start in range(0, len(z), _ROWS):
+        rows = slice(start, start + _ROWS)
+        y, slope = _logits(z[rows], scale, cap)
+        wide = _gradient(y, slope * most, labels[rows], lse[rows])
+        g[rows], data[rows] = wide, (wide.float() / scales[rows]).to(E4M3.dtype)
+    transposed = quantize_transposed_reference(g, Cast(), None, None) if by_column else (None, None)
+    return *((data, scales) if by_row else (None, None)), *transposed
+
+
+def _logits(z: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor | float]:
+    """The logits of products z, in at least float32, and the slope of the cap there."""
+    y = z.to(torch.promote_types(z.dtype, torch.float32)) * scale
+    if not cap:
+        return y, 1.0
+    slope = 1 - y.tanh_().square()
+    return y.mul_(cap), slope
+
+
+def _own(labels: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the label of a row [T] is a column of z, and the column [T, 1]."""
+    return (labels >= 0) & (labels < z.shape[1]), labels.clamp(0, z.shape[1] - 1)[:, None]
+
+
+def _gradient(y: Tensor, factor: Tensor, labels: Tensor, lse: Tensor) -> Tensor:
+    """g of logits y, written over them."""
+    own, column = _own(labels, y)
+    g = y.sub_(lse[:, None]).exp_().scatter_add_(1, column, -own.to(y.dtype)[:, None])
+    return g.mul_(factor).masked_fill_((labels == IGNORED)[:, None], 0.0)
 
 
 def _check(z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None, *rest: Any) -> None:
@@ -77,18 +113,27 @@ def _check(z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None,
     check_tensor("lse", lse, (z.shape[0],), wide)
 
 
-def _like(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lse, picked = (z.new_empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(2))
-    if not rest[-1]:
-        return lse, picked, z.new_empty(0), z.new_empty(0)
-    return lse, picked, z.new_empty(z.shape, dtype=E4M3.dtype), z.new_empty((z.shape[0], 1), dtype=torch.float32)
+def _like(z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(z.new_empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(2))
 
 
-def _runs(z: Tensor, *rest: Any) -> bool:
-    return z.numel() > 0 and z.dtype in FLOATS and has_kernels(z.device, (8, 9) if rest[-1] else (8, 0))
+def _like_gradient(z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    (t, v), (by_row, by_column) = z.shape, rest[-2:]
+    rows = _like_quantized(z, (t, v) if by_row else (0, 0))
+    return *rows, *_like_quantized(z, (v, t) if by_column else (0, 0))
 
 
-cross_entropy = operation(check=_check, like=_like, runs=_runs, mutates=("z",))(cross_entropy_reference)
+def _like_quantized(z: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    return z.new_empty(shape, dtype=E4M3.dtype), z.new_empty((shape[0], 1), dtype=torch.float32)
+
+
+cross_entropy = operation(
+    check=_check, like=_like, mutates=("z",),
+    runs=lambda z, *_: z.numel() > 0 and z.dtype in FLOATS and has_kernels(z.device, (8, 0)),
+)(cross_entropy_reference)  # fmt: skip
+cross_entropy_gradient = operation(
+    check=_check, like=_like_gradient, runs=lambda z, *_: z.dtype in FLOATS and converts(z, "e4m3")
+)(cross_entropy_gradient_reference)
 
 
 def multiply_reference(x: Tensor, factor: Tensor) -> None:

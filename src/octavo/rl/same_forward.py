@@ -90,7 +90,7 @@ class _LogProbabilities(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
         # On a GPU `.data`: the operation may write to its argument, and does not do so without a factor.
         z = logits.double() if logits.device.type == "cpu" else logits.data.contiguous()
-        lse, *_ = cross_entropy(z, tokens, None, None, 1.0, 0.0, False)
+        lse, *_ = cross_entropy(z, tokens, None, None, 1.0, 0.0)
         picked = z.gather(1, tokens[:, None])[:, 0]  # an error for a number that is no token
         ctx.save_for_backward(logits, tokens, lse.float())
         return (picked - lse).float()

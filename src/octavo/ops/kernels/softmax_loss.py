@@ -1,7 +1,10 @@
-"""The cross-entropy as a Triton kernel: a program computes one row of logits, block by block.
+"""The cross-entropy as Triton kernels.
 
-The second pass finds most of the row in the L2 cache: a program has all threads of a multiprocessor. So as many rows
-are in work as there are multiprocessors (34 MB of 128,256 logits in BF16 on an H100).
+For the loss, a program computes one row of logits, block by block. Its second pass, for the gradient, finds most of the
+row in the L2 cache: a program has all threads of a multiprocessor. So as many rows are in work as there are
+multiprocessors (34 MB of 128,256 logits in BF16 on an H100).
+
+For the gradient in eight bits a program computes a tile, because a column has an amax too.
 """
 
 from typing import Any
@@ -12,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3
-from octavo.ops.kernels.device_math import to_data
+from octavo.ops.kernels.device_math import inverse, magnitude_bits, scale_from_amax, to_data
 from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above
 from octavo.ops.registration import launcher
 
@@ -21,20 +24,17 @@ MULTIPLIED = 8192  # elements of a program of `multiply` at a time
 
 
 def cross_entropy(
-    z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None, scale: float, cap: float, fp8: bool
-) -> tuple[Any, Any, Any, Any]:
+    z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None, scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
     """Same as `cross_entropy_reference`, for contiguous tensors."""
     rows, columns = z.shape
     found, picked = (allocate(z, (rows,), torch.float32) for _ in range(2))
-    data = allocate(z, (rows, columns), E4M3.dtype) if fp8 else None
-    scales = allocate(z, (rows, 1), torch.float32) if fp8 else None
     block = min(BLOCK, max(power_of_two_above(columns), 128))
     launcher(_cross_entropy_kernel, (rows,))(
-        z, labels, factor, lse, found, picked, data, scales, columns,
-        SCALE=scale, CAP=cap, SLOPE=scale * (cap or 1.0), FORMAT_MAX=E4M3.max, BLOCK=block,
+        z, labels, factor, lse, found, picked, columns, SCALE=scale, CAP=cap, BLOCK=block,
         num_warps=max(4, WARPS * block // BLOCK),
     )  # fmt: skip
-    return found, picked, data, scales
+    return found, picked
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -46,8 +46,8 @@ LEAST = tl.constexpr(2.0**-23)
 
 @triton.jit
 def _cross_entropy_kernel(
-    z_ptr, labels_ptr, factor_ptr, given_ptr, lse_ptr, picked_ptr, data_ptr, scale_ptr, V,
-    SCALE: tl.constexpr, CAP: tl.constexpr, SLOPE: tl.constexpr, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, labels_ptr, factor_ptr, given_ptr, lse_ptr, picked_ptr, V,
+    SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + t)
@@ -62,7 +62,7 @@ def _cross_entropy_kernel(
         largest = LOWEST  # finite: a first block of masked logits is no NaN then
         total = 0.0
         for start in range(0, V, BLOCK):
-            y, tanh = _logits(tl.load(z_ptr + start + offs, start + offs < V, other=0.0).to(tl.float32), SCALE, CAP)
+            y, _rest = _logits(tl.load(z_ptr + start + offs, start + offs < V, other=0.0).to(tl.float32), SCALE, CAP)
             y = tl.where(start + offs < V, y, -INFINITY)
             higher = tl.maximum(largest, tl.max(y, 0))
             total = total * tl.exp2((largest - higher) * LOG2_E) + tl.sum(tl.exp2((y - higher) * LOG2_E), 0)
@@ -71,25 +71,13 @@ def _cross_entropy_kernel(
     tl.store(lse_ptr + t, lse)
     tl.store(picked_ptr + t, picked)
     if factor_ptr is not None:
-        factor = tl.load(factor_ptr) * SLOPE
-        inv = factor
-        if data_ptr is not None:
-            p = tl.where(own, tl.exp2((picked - lse) * LOG2_E), 0.0)
-            scale = tl.maximum(1.0 - p, LEAST) * factor / FORMAT_MAX
-            tl.store(scale_ptr + t, scale)
-            inv = 1.0 / scale
+        factor = _factor(factor_ptr, SCALE, CAP)
         tl.debug_barrier()  # no thread writes over the label's product before all have read it
         for start in range(0, V, BLOCK):
             mask = start + offs < V
-            y, tanh = _logits(tl.load(z_ptr + start + offs, mask, other=0.0).to(tl.float32), SCALE, CAP)
-            g = tl.exp2((y - lse) * LOG2_E)
-            g = tl.where(start + offs == label, g - 1.0, g) * factor
-            if CAP != 0:
-                g *= 1.0 - tanh * tanh
-            g = tl.where(label == IGNORED, 0.0, g)
-            tl.store(z_ptr + start + offs, g.to(z_ptr.dtype.element_ty), mask)
-            if data_ptr is not None:
-                tl.store(data_ptr + t * V + start + offs, to_data(g * inv, data_ptr.dtype.element_ty), mask)
+            z = tl.load(z_ptr + start + offs, mask, other=0.0)
+            g = _gradient(z, start + offs, label, lse, factor, SCALE, CAP)
+            tl.store(z_ptr + start + offs, g.to(z.dtype), mask)
 
 
 @triton.jit
@@ -102,6 +90,106 @@ def _logits(z, SCALE: tl.constexpr, CAP: tl.constexpr):
         z = tl.where(y < 0.0, -tanh, tanh)
         y = z * CAP
     return y, z
+
+
+@triton.jit
+def _factor(factor_ptr, SCALE: tl.constexpr, CAP: tl.constexpr):
+    return tl.load(factor_ptr) * (SCALE if CAP == 0 else SCALE * CAP)
+
+
+@triton.jit
+def _gradient(z, offs, label, lse, factor, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """g of products z in the columns `offs` of the vocabulary; label and lse are of its row, or of its rows [T, 1]."""
+    y, tanh = _logits(z.to(tl.float32), SCALE, CAP)
+    g = tl.exp2((y - lse) * LOG2_E)
+    g = tl.where(offs == label, g - 1.0, g) * factor
+    if CAP != 0:
+        g *= 1.0 - tanh * tanh
+    return tl.where(label == IGNORED, 0.0, g)
+
+
+STRIP, TILE_T, TILE_V, TILE_WARPS, STAGES = (
+    256,
+    16,
+    512,
+    8,
+    1,
+)  # rows of a program that finds the amax of columns, and its tiles
+TURNED_T, TURNED_V, TURNED_WARPS = 128, 64, 4  # the tile of a program that stores columns
+
+
+def cross_entropy_gradient(
+    z: Tensor, labels: Tensor, factor: Tensor, lse: Tensor, picked: Tensor, scale: float, cap: float,
+    by_row: bool, by_column: bool,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Same as `cross_entropy_gradient_reference`, for contiguous tensors."""
+    t, v = z.shape
+    data, scales = (allocate(z, (t, v), E4M3.dtype), allocate(z, (t, 1), torch.float32)) if by_row else (None, None)
+    bits = z.new_zeros(v, dtype=torch.int32) if by_column else None
+    launcher(_rows_kernel, (cdiv(v, TILE_V), cdiv(t, STRIP)))(
+        z, labels, factor, lse, picked, data, scales, bits, t, v, SCALE=scale, CAP=cap, FORMAT_MAX=E4M3.max,
+        STRIP=STRIP, STAGES=STAGES, BLOCK_T=TILE_T, BLOCK_V=TILE_V, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    if not by_column:
+        return data, scales, None, None
+    data_t, scale_t = allocate(z, (v, t), E4M3.dtype), allocate(z, (v, 1), torch.float32)
+    launcher(_columns_kernel, (cdiv(v, TURNED_V), cdiv(t, TURNED_T)))(
+        z, labels, factor, lse, bits, data_t, scale_t, t, v, SCALE=scale, CAP=cap, FORMAT_MAX=E4M3.max,
+        BLOCK_T=TURNED_T, BLOCK_V=TURNED_V, num_warps=TURNED_WARPS,
+    )  # fmt: skip
+    return data, scales, data_t, scale_t
+
+
+@triton.jit
+def _rows_kernel(
+    z_ptr, labels_ptr, factor_ptr, lse_ptr, picked_ptr, data_ptr, scale_ptr, bits_ptr, T, V,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FORMAT_MAX: tl.constexpr,
+    STRIP: tl.constexpr, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    factor = _factor(factor_ptr, SCALE, CAP)
+    largest = tl.zeros((BLOCK_T, BLOCK_V), tl.int32)
+    for start in tl.range(0, STRIP, BLOCK_T, num_stages=STAGES):
+        first = tl.program_id(1) * STRIP + start
+        offs_t = first + tl.arange(0, BLOCK_T)
+        label = tl.load(labels_ptr + offs_t, offs_t < T, other=IGNORED)
+        lse = tl.load(lse_ptr + offs_t, offs_t < T, other=0.0)
+        mask = (offs_t < T)[:, None] & (offs_v < V)[None, :]
+        tile = first.to(tl.int64) * V  # a scalar: offsets of int64 for each element would take many registers
+        offs = tl.arange(0, BLOCK_T)[:, None] * V + offs_v[None, :]
+        z = tl.load(z_ptr + tile + offs, mask, other=0.0)
+        g = _gradient(z, offs_v[None, :], label[:, None], lse[:, None], factor, SCALE, CAP)
+        if data_ptr is not None:
+            own = (label >= 0) & (label < V)
+            p = tl.exp2((tl.load(picked_ptr + offs_t, offs_t < T, other=0.0) - lse) * LOG2_E)
+            scale = tl.div_rn(tl.maximum(1.0 - tl.where(own, p, 0.0), LEAST) * factor, FORMAT_MAX)
+            tl.store(scale_ptr + offs_t, scale, (offs_t < T) & (tl.program_id(0) == 0))
+            tl.store(data_ptr + tile + offs, to_data(g * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
+        g = tl.where(mask, g.to(z.dtype).to(tl.float32), 0.0)
+        largest = tl.maximum(largest, magnitude_bits(g))
+    if bits_ptr is not None:
+        tl.atomic_max(bits_ptr + offs_v, tl.max(largest, 0), offs_v < V)
+
+
+@triton.jit
+def _columns_kernel(
+    z_ptr, labels_ptr, factor_ptr, lse_ptr, bits_ptr, data_ptr, scale_ptr, T, V,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FORMAT_MAX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first = tl.program_id(1) * BLOCK_T
+    offs_t = first + tl.arange(0, BLOCK_T)
+    label = tl.load(labels_ptr + offs_t, offs_t < T, other=IGNORED)
+    lse = tl.load(lse_ptr + offs_t, offs_t < T, other=0.0)
+    mask = (offs_t < T)[:, None] & (offs_v < V)[None, :]
+    offs = tl.arange(0, BLOCK_T)[:, None] * V + offs_v[None, :]
+    z = tl.load(z_ptr + first.to(tl.int64) * V + offs, mask, other=0.0)
+    factor = _factor(factor_ptr, SCALE, CAP)
+    g = _gradient(z, offs_v[None, :], label[:, None], lse[:, None], factor, SCALE, CAP).to(z.dtype).to(tl.float32)
+    scale = scale_from_amax(tl.load(bits_ptr + offs_v, offs_v < V, other=0), FORMAT_MAX, False)
+    q = to_data(g * inverse(scale)[None, :], data_ptr.dtype.element_ty)
+    tl.store(data_ptr + offs_v.to(tl.int64)[:, None] * T + offs_t[None, :], tl.trans(q), tl.trans(mask))
+    tl.store(scale_ptr + offs_v, scale, (offs_v < V) & (tl.program_id(1) == 0))
 
 
 def multiply(x: Tensor, factor: Tensor) -> None:

@@ -56,10 +56,11 @@ def _power_of_two(exponent):
 # ---- The scales of the backward GEMMs as one Triton kernel.
 #
 # Each program finds the largest exponent among all rows of its group, and writes its part of the results. The scales
-# are few: after the first program has read them, they lie in the GPU's cache. Rows behind the groups are one more.
+# are few: after the first program has read them, they lie in the GPU's cache. The divisions in float64 are slow, so a
+# part is small. Rows behind the groups are one more.
 
 
-BLOCK, BLOCK_OF_GROUP = 8192, 1024
+BLOCK, PART = 8192, 1024
 
 
 def fold_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,15 +69,18 @@ def fold_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None, offsets: Tensor | 
     n = 1 if s_w is None else s_w.shape[-2]
     shape = (n, 1) if offsets is None else (groups, n, 1)
     dx, shift, dw = allocate(s_x, (t, 1)), allocate(s_x, (t,), torch.int32), allocate(s_x, shape)
-    block, warps = (BLOCK, 16) if offsets is None else (BLOCK_OF_GROUP, 4)
-    grid = (cdiv(max(t, n), block), 1) if offsets is None else (cdiv(n, block), groups + 1)
-    launcher(_fold_kernel, grid)(s_x, s_g, s_w, offsets, dx, shift, dw, t, n, groups, BLOCK=block, num_warps=warps)
+    block, warps = (BLOCK, 16) if offsets is None else (PART, 4)
+    grid = (cdiv(max(t, n), PART), 1) if offsets is None else (cdiv(n, PART), groups + 1)
+    launcher(_fold_kernel, grid)(
+        s_x, s_g, s_w, offsets, dx, shift, dw, t, n, groups, BLOCK=block, PART=PART, num_warps=warps
+    )
     return dx, shift, dw
 
 
 @triton.jit
 def _fold_kernel(
-    s_x_ptr, s_g_ptr, s_w_ptr, offsets_ptr, dx_ptr, shift_ptr, dw_ptr, T, N, E, BLOCK: tl.constexpr
+    s_x_ptr, s_g_ptr, s_w_ptr, offsets_ptr, dx_ptr, shift_ptr, dw_ptr, T, N, E,
+    BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     part, e, begin, end = tl.program_id(0), tl.program_id(1), 0, T
     if offsets_ptr is not None:
@@ -89,18 +93,18 @@ def _fold_kernel(
         largest = tl.maximum(largest, (x_bits >> 23) + (g_bits >> 23) - 254)
     e_max = tl.max(largest, 0)  # of c_max
 
-    for start in range(begin + part * BLOCK, end, tl.num_programs(0) * BLOCK):
-        offs_t = start + tl.arange(0, BLOCK)
+    for start in range(begin + part * PART, end, tl.num_programs(0) * PART):
+        offs_t = start + tl.arange(0, PART)
         mask = offs_t < end
         x_bits, g_bits = _bits(s_x_ptr, offs_t, mask), _bits(s_g_ptr, offs_t, mask)
         m = ((x_bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
         tl.store(dx_ptr + offs_t, _quotient(g_bits.to(tl.float32, bitcast=True), m), mask)
         tl.store(shift_ptr + offs_t, e_max - ((x_bits >> 23) + (g_bits >> 23) - 254), mask)
 
-    offs = part * BLOCK + tl.arange(0, BLOCK)
+    offs = part * PART + tl.arange(0, PART)
     mask = (offs < N) & (e < E)
     offs += e * N
-    bits = (tl.full((BLOCK,), 1023, tl.int64) + e_max) << 52  # of c_max as float64; as float32 it may be inf or 0
+    bits = (tl.full((PART,), 1023, tl.int64) + e_max) << 52  # of c_max as float64; as float32 it may be inf or 0
     c_max = bits.to(tl.float64, bitcast=True).to(tl.float32)
     if s_w_ptr is not None:
         c_max = _quotient(c_max, tl.load(s_w_ptr + offs, mask, other=1.0))
