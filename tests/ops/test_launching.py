@@ -55,6 +55,22 @@ def test_the_second_launch_is_direct_with_the_constants_in_order():
     assert kernel.calls[1] == (*fixed, x.data_ptr(), None, 7, 4, True)
 
 
+def described(base: torch.Tensor, *block: int) -> Any:
+    return SimpleNamespace(base=base, block_shape=list(block))
+
+
+def test_a_known_launch_by_descriptors_hands_them_to_the_launcher_of_triton():
+    kernel, given = Kernel(), {"BLOCK": 4, "EVEN": True, "num_warps": 8}
+    one, other = described(torch.zeros(8), 2, 4), described(torch.zeros(8), 2, 4)
+    launch(kernel, (3,), one, X, 5, **given)
+    launch(kernel, (3,), other, X, 7, **given)
+    kind, *_, first, address, size, block, even = kernel.calls[1]
+    assert (kind, first, address, size, block, even) == ("compiled", other, X.data_ptr(), 7, 4, True)
+    for each in (described(torch.zeros(8), 4, 2), described(torch.zeros(8).bfloat16(), 2, 4)):
+        launch(kernel, (3,), each, X, 5, **given)
+    assert [kind for kind, *_ in kernel.calls[2:]] == ["searched", "searched"]
+
+
 X = torch.zeros(8)
 
 
@@ -146,8 +162,9 @@ def test_each_kernel_is_compiled_once_in_another_thread(kernel: Recorder) -> Non
     x = torch.zeros(16)
     with compile_only():
         for n in (17, 18, 33):  # of one kind: no multiple of 16
-            launch(kernel, (n,), x, n, BLOCK=2)
-    assert kernel.compiled == [(17, (17,), {"BLOCK": 2}), ("loaded",)]
+            for first in (x, described(x, 4, 4)):
+                launch(kernel, (n,), first, n, BLOCK=2)
+    assert sorted(kernel.compiled, key=str) == [*[("loaded",)] * 2, *[(17, (17,), {"BLOCK": 2})] * 2]
     assert threading.get_ident() not in kernel.threads
     assert list(kernel.device_caches) == [-1]
 

@@ -53,15 +53,15 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launch `kernel`, a function of `triton.jit`, on `grid`, with tensors, integers and None for its first parameters.
 
-    The first is a tensor on the current device, or the descriptor of one. `constants` are its last parameters, and
-    options of the compiler.
+    The first is a tensor on the current device, or descriptors of tensors stand before all others. `constants` are its
+    last parameters, and options of the compiler.
     """
-    if not isinstance(args[0], Tensor):  # Triton encodes descriptors at each launch
-        if running.get() is None:
-            kernel[grid](*args, **constants)
-        return
-    device = args[0].get_device()
-    kinds, values = _read(args, device)
+    descriptors = () if isinstance(args[0], Tensor) else [arg for arg in args if hasattr(arg, "block_shape")]
+    tensors = (*(each.base for each in descriptors), *args[len(descriptors) :]) if descriptors else args
+    device = tensors[0].get_device()
+    kinds, values = _read(tensors, device)
+    for i, each in enumerate(descriptors):  # Triton encodes them at each launch
+        kinds[i], values[i] = (kinds[i], *each.block_shape), each
     key = (id(kernel), device, grid, *kinds, *constants.values())
     found = _cached.get(key)
     if found is not None:
@@ -72,7 +72,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             kernel[grid](*args, **constants)
         return
     if (compilation := running.get()) is not None:
-        compilation.add(kernel, (id(kernel), *kinds, *constants.values()), grid, args, constants)
+        compilation.add(kernel, device, (id(kernel), *kinds, *constants.values()), grid, args, constants)
         return
     compiled = kernel[grid](*args, **constants)
     if type(compiled).__name__ == "CompiledKernel":  # Triton's interpreter returns None
@@ -133,13 +133,13 @@ class Compilation:
         self.threads = threads
         self.known: set[tuple[Any, ...]] = set()
 
-    def add(self, kernel: Any, signature: tuple[Any, ...], grid: tuple[int, ...], args: Any, constants: Any) -> None:
+    def add(self, kernel: Any, device: int, signature: tuple[Any, ...], grid: Any, args: Any, constants: Any) -> None:
         """Compile `kernel` for these arguments. An error is not reported: it comes again at the first launch."""
         if signature not in self.known:
             self.known.add(signature)
             if (caches := getattr(kernel, "device_caches", None)) is not None:
-                _ = caches[args[0].get_device()]  # made here: of threads that make it at once, one would keep its own
-            self.threads.submit(_compile, kernel, grid, args, constants)
+                _ = caches[device]  # made here: of threads that make it at once, one would keep its own
+            self.threads.submit(_compile, kernel, device, grid, args, constants)
 
 
 running: ContextVar[Compilation | None] = ContextVar("running", default=None)  # in this thread
@@ -156,9 +156,9 @@ def compile_only() -> Iterator[None]:
             running.reset(token)
 
 
-def _compile(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> None:
+def _compile(kernel: Any, device: int, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> None:
     try:
-        with torch.cuda.device(args[0].device):
+        with torch.cuda.device(device):
             compiled = kernel.warmup(*args, grid=grid, **constants)
             _ = compiled.run  # loads the kernel on the GPU, and makes its launcher, which the host's compiler compiles
     except Exception:
@@ -185,6 +185,12 @@ def has_kernels(device: Place, lowest: tuple[int, int] = (8, 9)) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or not HAS_TRITON:
         return False
     return torch.cuda.get_device_capability(device) >= lowest
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """True for a GPU whose copy engine (TMA) loads tiles by descriptors, as the kernels were measured."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache

@@ -61,7 +61,7 @@ def cross_entropy_gradient_reference(
     z: Tensor, labels: Tensor, factor: Tensor, lse: Tensor, picked: Tensor, scale: float, cap: float,
     by_row: bool, by_column: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradient g of `cross_entropy` in e4m3 by row, and of g in z's dtype the transpose in e4m3 by row.
+    """The gradient g of `cross_entropy` in e4m3 by row, and its transpose so too, each rounded once.
 
     Args:
         lse, picked: [T], as `cross_entropy` returns them; lse of all parts of the vocabulary.
@@ -71,14 +71,14 @@ def cross_entropy_gradient_reference(
         Data [T, V] and scale [T, 1] of g, and data [V, T] and scale [V, 1] of its transpose; None if not wanted.
     """
     most = factor * (scale * (cap or 1))
-    g, data = torch.empty_like(z), z.new_empty(z.shape, dtype=E4M3.dtype)
+    g, data = torch.empty_like(z, dtype=torch.float32), z.new_empty(z.shape, dtype=E4M3.dtype)
     p = torch.where(_own(labels, z)[0], (picked - lse).exp(), 0.0)
     scales = ((1 - p).clamp(min=LEAST) * most / E4M3.max)[:, None].float()
     for start in range(0, len(z), _ROWS):
         rows = slice(start, start + _ROWS)
         y, slope = _logits(z[rows], scale, cap)
-        wide = _gradient(y, slope * most, labels[rows], lse[rows])
-        g[rows], data[rows] = wide, (wide.float() / scales[rows]).to(E4M3.dtype)
+        g[rows] = _gradient(y, slope * most, labels[rows], lse[rows])
+        data[rows] = (g[rows] / scales[rows]).to(E4M3.dtype)
     transposed = quantize_transposed_reference(g, Cast(), None, None) if by_column else (None, None)
     return *((data, scales) if by_row else (None, None)), *transposed
 

@@ -18,7 +18,7 @@ from octavo.ops.kernels.gemm import Tiling as WeightTiling
 from octavo.ops.kernels.weight_only import choose as choose_weight_tiling
 from octavo.ops.kernels.weight_only import dequantize, widened_mm
 from octavo.ops.kernels.weight_only import readable_scale as readable_weight_scale
-from octavo.ops.launching import Operands, allocate, cdiv, has_kernels, power_of_two_above, shared_memory
+from octavo.ops.launching import Operands, allocate, cdiv, has_kernels, is_hopper, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 # ---- The grouped GEMM as Triton kernels: of rows in groups, and of a reduction in groups.
@@ -122,7 +122,7 @@ def take_descriptors(a: Tensor, b: Tensor) -> bool:
 
 def has_copy_engine(t: Tensor) -> bool:
     """True if t has elements, which its descriptor needs, and is on a Hopper."""
-    return t.numel() > 0 and t.is_cuda and torch.cuda.get_device_capability(t.device) == (9, 0)
+    return t.numel() > 0 and is_hopper(t.device)
 
 
 def _layout(b: Tensor) -> tuple[int, int]:

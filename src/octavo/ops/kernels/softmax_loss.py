@@ -20,7 +20,7 @@ from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_a
 from octavo.ops.registration import launcher
 
 BLOCK, WARPS = 32768, 32  # the most columns of a program at a time, and its warps then
-MULTIPLIED = 8192  # elements of a program of `multiply` at a time
+LOSS_BLOCK, LOSS_WARPS = 8192, 8  # without a gradient: programs that wait for a sum leave room for others
 
 
 def cross_entropy(
@@ -29,10 +29,11 @@ def cross_entropy(
     """Same as `cross_entropy_reference`, for contiguous tensors."""
     rows, columns = z.shape
     found, picked = (allocate(z, (rows,), torch.float32) for _ in range(2))
-    block = min(BLOCK, max(power_of_two_above(columns), 128))
+    most, warps = (LOSS_BLOCK, LOSS_WARPS) if factor is None else (BLOCK, WARPS)
+    block = min(most, max(power_of_two_above(columns), 128))
     launcher(_cross_entropy_kernel, (rows,))(
         z, labels, factor, lse, found, picked, columns, SCALE=scale, CAP=cap, BLOCK=block,
-        num_warps=max(4, WARPS * block // BLOCK),
+        num_warps=max(4, warps * block // most),
     )  # fmt: skip
     return found, picked
 
@@ -75,9 +76,13 @@ def _cross_entropy_kernel(
         tl.debug_barrier()  # no thread writes over the label's product before all have read it
         for start in range(0, V, BLOCK):
             mask = start + offs < V
-            z = tl.load(z_ptr + start + offs, mask, other=0.0)
-            g = _gradient(z, start + offs, label, lse, factor, SCALE, CAP)
-            tl.store(z_ptr + start + offs, g.to(z.dtype), mask)
+            y, tanh = _logits(tl.load(z_ptr + start + offs, mask, other=0.0).to(tl.float32), SCALE, CAP)
+            g = tl.exp2((y - lse) * LOG2_E)
+            g = tl.where(start + offs == label, g - 1.0, g) * factor
+            if CAP != 0:
+                g *= 1.0 - tanh * tanh
+            g = tl.where(label == IGNORED, 0.0, g)
+            tl.store(z_ptr + start + offs, g.to(z_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -92,30 +97,11 @@ def _logits(z, SCALE: tl.constexpr, CAP: tl.constexpr):
     return y, z
 
 
-@triton.jit
-def _factor(factor_ptr, SCALE: tl.constexpr, CAP: tl.constexpr):
-    return tl.load(factor_ptr) * (SCALE if CAP == 0 else SCALE * CAP)
+# ---- The gradient in eight bits. A program computes tiles, because a column has an amax too.
 
 
-@triton.jit
-def _gradient(z, offs, label, lse, factor, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """g of products z in the columns `offs` of the vocabulary; label and lse are of its row, or of its rows [T, 1]."""
-    y, tanh = _logits(z.to(tl.float32), SCALE, CAP)
-    g = tl.exp2((y - lse) * LOG2_E)
-    g = tl.where(offs == label, g - 1.0, g) * factor
-    if CAP != 0:
-        g *= 1.0 - tanh * tanh
-    return tl.where(label == IGNORED, 0.0, g)
-
-
-STRIP, TILE_T, TILE_V, TILE_WARPS, STAGES = (
-    256,
-    16,
-    512,
-    8,
-    1,
-)  # rows of a program that finds the amax of columns, and its tiles
-TURNED_T, TURNED_V, TURNED_WARPS = 128, 64, 4  # the tile of a program that stores columns
+STRIP, TILE_T, TILE_V, TILE_WARPS, STAGES = 256, 8, 256, 4, 3  # rows of a program over rows, and its tiles
+TURNED_T, TURNED_V, TURNED_WARPS = 256, 32, 4  # the tile of a program over columns
 
 
 def cross_entropy_gradient(
@@ -126,15 +112,16 @@ def cross_entropy_gradient(
     t, v = z.shape
     data, scales = (allocate(z, (t, v), E4M3.dtype), allocate(z, (t, 1), torch.float32)) if by_row else (None, None)
     bits = z.new_zeros(v, dtype=torch.int32) if by_column else None
+    given, constants = (z, labels, factor, lse, picked), {"SCALE": scale, "CAP": cap, "FORMAT_MAX": E4M3.max}
     launcher(_rows_kernel, (cdiv(v, TILE_V), cdiv(t, STRIP)))(
-        z, labels, factor, lse, picked, data, scales, bits, t, v, SCALE=scale, CAP=cap, FORMAT_MAX=E4M3.max,
+        *given, data, scales, bits, t, v, **constants,
         STRIP=STRIP, STAGES=STAGES, BLOCK_T=TILE_T, BLOCK_V=TILE_V, num_warps=TILE_WARPS,
     )  # fmt: skip
     if not by_column:
         return data, scales, None, None
     data_t, scale_t = allocate(z, (v, t), E4M3.dtype), allocate(z, (v, 1), torch.float32)
     launcher(_columns_kernel, (cdiv(v, TURNED_V), cdiv(t, TURNED_T)))(
-        z, labels, factor, lse, bits, data_t, scale_t, t, v, SCALE=scale, CAP=cap, FORMAT_MAX=E4M3.max,
+        *given, bits, data_t, scale_t, t, v, **constants,
         BLOCK_T=TURNED_T, BLOCK_V=TURNED_V, num_warps=TURNED_WARPS,
     )  # fmt: skip
     return data, scales, data_t, scale_t
@@ -151,45 +138,76 @@ def _rows_kernel(
     largest = tl.zeros((BLOCK_T, BLOCK_V), tl.int32)
     for start in tl.range(0, STRIP, BLOCK_T, num_stages=STAGES):
         first = tl.program_id(1) * STRIP + start
-        offs_t = first + tl.arange(0, BLOCK_T)
-        label = tl.load(labels_ptr + offs_t, offs_t < T, other=IGNORED)
-        lse = tl.load(lse_ptr + offs_t, offs_t < T, other=0.0)
-        mask = (offs_t < T)[:, None] & (offs_v < V)[None, :]
-        tile = first.to(tl.int64) * V  # a scalar: offsets of int64 for each element would take many registers
-        offs = tl.arange(0, BLOCK_T)[:, None] * V + offs_v[None, :]
-        z = tl.load(z_ptr + tile + offs, mask, other=0.0)
-        g = _gradient(z, offs_v[None, :], label[:, None], lse[:, None], factor, SCALE, CAP)
-        if data_ptr is not None:
-            own = (label >= 0) & (label < V)
-            p = tl.exp2((tl.load(picked_ptr + offs_t, offs_t < T, other=0.0) - lse) * LOG2_E)
-            scale = tl.div_rn(tl.maximum(1.0 - tl.where(own, p, 0.0), LEAST) * factor, FORMAT_MAX)
-            tl.store(scale_ptr + offs_t, scale, (offs_t < T) & (tl.program_id(0) == 0))
-            tl.store(data_ptr + tile + offs, to_data(g * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
-        g = tl.where(mask, g.to(z.dtype).to(tl.float32), 0.0)
+        g, miss = _tile(z_ptr, labels_ptr, lse_ptr, picked_ptr, first, offs_v, T, V, SCALE, CAP, BLOCK_T)
         largest = tl.maximum(largest, magnitude_bits(g))
+        if data_ptr is not None:
+            offs_t = tl.arange(0, BLOCK_T)
+            scale = tl.div_rn(tl.maximum(miss, LEAST), FORMAT_MAX)
+            tl.store(scale_ptr + first + offs_t, scale * factor, (first + offs_t < T) & (tl.program_id(0) == 0))
+            mask = (first + offs_t < T)[:, None] & (offs_v < V)[None, :]
+            q = to_data(g * inverse(scale)[:, None], data_ptr.dtype.element_ty)
+            tl.store(data_ptr + first.to(tl.int64) * V + offs_t[:, None] * V + offs_v[None, :], q, mask)
     if bits_ptr is not None:
-        tl.atomic_max(bits_ptr + offs_v, tl.max(largest, 0), offs_v < V)
+        amax = tl.max(largest, 0).to(tl.float32, bitcast=True) * factor
+        tl.atomic_max(bits_ptr + offs_v, magnitude_bits(amax), offs_v < V)
 
 
 @triton.jit
 def _columns_kernel(
-    z_ptr, labels_ptr, factor_ptr, lse_ptr, bits_ptr, data_ptr, scale_ptr, T, V,
+    z_ptr, labels_ptr, factor_ptr, lse_ptr, picked_ptr, bits_ptr, data_ptr, scale_ptr, T, V,
     SCALE: tl.constexpr, CAP: tl.constexpr, FORMAT_MAX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     first = tl.program_id(1) * BLOCK_T
     offs_t = first + tl.arange(0, BLOCK_T)
-    label = tl.load(labels_ptr + offs_t, offs_t < T, other=IGNORED)
-    lse = tl.load(lse_ptr + offs_t, offs_t < T, other=0.0)
-    mask = (offs_t < T)[:, None] & (offs_v < V)[None, :]
-    offs = tl.arange(0, BLOCK_T)[:, None] * V + offs_v[None, :]
-    z = tl.load(z_ptr + first.to(tl.int64) * V + offs, mask, other=0.0)
-    factor = _factor(factor_ptr, SCALE, CAP)
-    g = _gradient(z, offs_v[None, :], label[:, None], lse[:, None], factor, SCALE, CAP).to(z.dtype).to(tl.float32)
+    g, _miss = _tile(z_ptr, labels_ptr, lse_ptr, picked_ptr, first, offs_v, T, V, SCALE, CAP, BLOCK_T)
     scale = scale_from_amax(tl.load(bits_ptr + offs_v, offs_v < V, other=0), FORMAT_MAX, False)
-    q = to_data(g * inverse(scale)[None, :], data_ptr.dtype.element_ty)
-    tl.store(data_ptr + offs_v.to(tl.int64)[:, None] * T + offs_t[None, :], tl.trans(q), tl.trans(mask))
+    q = to_data(g * (inverse(scale) * _factor(factor_ptr, SCALE, CAP))[None, :], data_ptr.dtype.element_ty)
+    mask = (offs_v < V)[:, None] & (offs_t < T)[None, :]
+    tl.store(data_ptr + offs_v.to(tl.int64)[:, None] * T + offs_t[None, :], tl.trans(q), mask)
     tl.store(scale_ptr + offs_v, scale, (offs_v < V) & (tl.program_id(1) == 0))
+
+
+@triton.jit
+def _tile(
+    z_ptr, labels_ptr, lse_ptr, picked_ptr, first, offs_v, T, V, SCALE: tl.constexpr, CAP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """g of rows from `first` on, but for its factor, and 1 - p of their labels. Zeros outside of the matrix.
+
+    An element takes few instructions: its row's lse is scaled before, and the label's g computed once.
+    """
+    offs_t = tl.arange(0, BLOCK_T)
+    there = first + offs_t < T
+    label = tl.load(labels_ptr + first + offs_t, there, other=IGNORED)
+    there &= label != IGNORED
+    # 2^(y - lse) of a row that is not there is 0
+    lse = tl.where(there, tl.load(lse_ptr + first + offs_t, there, other=0.0) * LOG2_E, INFINITY)
+    z_ptr += first.to(tl.int64) * V  # a scalar: offsets of int64 for each element would take many registers
+    mask = there[:, None] & (offs_v < V)[None, :]
+    z = tl.load(z_ptr + offs_t[:, None] * V + offs_v[None, :], mask, other=-INFINITY)
+    y, tanh = _logits(z.to(tl.float32), SCALE, CAP)
+    g = tl.exp2(y * LOG2_E - lse[:, None])
+    own = (label >= 0) & (label < V)
+    picked = tl.load(picked_ptr + first + offs_t, own, other=0.0)
+    miss = 1.0 - tl.where(own, tl.exp2(picked * LOG2_E - lse), 0.0)
+    g_label = -miss
+    if CAP != 0:
+        g *= 1.0 - tanh * tanh
+        g_label *= 1.0 - picked * picked * (1.0 / (CAP * CAP))
+    column = tl.where(own, label, -1).to(tl.int32)
+    return tl.where(offs_v[None, :] == column[:, None], g_label[:, None], g), miss
+
+
+@triton.jit
+def _factor(factor_ptr, SCALE: tl.constexpr, CAP: tl.constexpr):
+    return tl.load(factor_ptr) * (SCALE if CAP == 0 else SCALE * CAP)
+
+
+# ---- A gradient, multiplied in place.
+
+
+MULTIPLIED = 8192  # elements of a program at a time
 
 
 def multiply(x: Tensor, factor: Tensor) -> None:
