@@ -100,8 +100,8 @@ def _logits(z, SCALE: tl.constexpr, CAP: tl.constexpr):
 # ---- The gradient in eight bits. A program computes tiles, because a column has an amax too.
 
 
-STRIP, TILE_T, TILE_V, TILE_WARPS, STAGES = 256, 8, 256, 4, 3  # rows of a program over rows, and its tiles
-TURNED_T, TURNED_V, TURNED_WARPS = 256, 32, 4  # the tile of a program over columns
+STRIP, TILE_T, TILE_V = 256, 8, 512  # rows of a program over rows, and its tiles
+TURNED_T, TURNED_V = 128, 64  # the tile of a program over columns
 
 
 def cross_entropy_gradient(
@@ -115,14 +115,14 @@ def cross_entropy_gradient(
     given, constants = (z, labels, factor, lse, picked), {"SCALE": scale, "CAP": cap, "FORMAT_MAX": E4M3.max}
     launcher(_rows_kernel, (cdiv(v, TILE_V), cdiv(t, STRIP)))(
         *given, data, scales, bits, t, v, **constants,
-        STRIP=STRIP, STAGES=STAGES, BLOCK_T=TILE_T, BLOCK_V=TILE_V, num_warps=TILE_WARPS,
+        STRIP=STRIP, BLOCK_T=TILE_T, BLOCK_V=TILE_V, num_warps=4,
     )  # fmt: skip
     if not by_column:
         return data, scales, None, None
     data_t, scale_t = allocate(z, (v, t), E4M3.dtype), allocate(z, (v, 1), torch.float32)
     launcher(_columns_kernel, (cdiv(v, TURNED_V), cdiv(t, TURNED_T)))(
         *given, bits, data_t, scale_t, t, v, **constants,
-        BLOCK_T=TURNED_T, BLOCK_V=TURNED_V, num_warps=TURNED_WARPS,
+        BLOCK_T=TURNED_T, BLOCK_V=TURNED_V, num_warps=4,
     )  # fmt: skip
     return data, scales, data_t, scale_t
 
@@ -131,12 +131,12 @@ def cross_entropy_gradient(
 def _rows_kernel(
     z_ptr, labels_ptr, factor_ptr, lse_ptr, picked_ptr, data_ptr, scale_ptr, bits_ptr, T, V,
     SCALE: tl.constexpr, CAP: tl.constexpr, FORMAT_MAX: tl.constexpr,
-    STRIP: tl.constexpr, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    STRIP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     factor = _factor(factor_ptr, SCALE, CAP)
     largest = tl.zeros((BLOCK_T, BLOCK_V), tl.int32)
-    for start in tl.range(0, STRIP, BLOCK_T, num_stages=STAGES):
+    for start in range(0, STRIP, BLOCK_T):
         first = tl.program_id(1) * STRIP + start
         g, miss = _tile(z_ptr, labels_ptr, lse_ptr, picked_ptr, first, offs_v, T, V, SCALE, CAP, BLOCK_T)
         largest = tl.maximum(largest, magnitude_bits(g))
