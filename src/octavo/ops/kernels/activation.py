@@ -2,7 +2,7 @@
 
 The scale of a row must be known before its first byte is written. A row that fits the registers of one program is
 computed once. A longer row is computed twice, block by block, the second time from the cache. The numbers of warps are
-the fastest of those measured on an H100; those of GEGLU's gradient were chosen by its registers.
+the fastest of those measured on an H100, and for gradients on an H200; those of GEGLU's were chosen by its registers.
 """
 
 import math
@@ -66,7 +66,7 @@ def activation_backward(
     scale = allocate(u, (m, 1), torch.float32)
     dbias = allocate(u, (u.shape[1] if biased else 0,), torch.float32)
     block_f = _block_f(f, MAX_BLOCK_F)
-    warps = min(32, 2 * _warps(f, block_f)) if kind == "geglu" else _warps(f, block_f)
+    warps = _warps(f, block_f) if kind == "gelu" else min(32, max(8 if kind == "geglu" else 4, block_f // 512))
     launcher(_backward_kernel, (m,))(
         dh, u, column_scale, group, mantissa_of, h_scale, data, scale, h_data, f,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, **_formula(kind),

@@ -26,7 +26,7 @@ from octavo.ops.kernels.device_math import (
 from octavo.ops.launching import allocate, cdiv, multiprocessors, row_tile
 from octavo.ops.registration import launcher
 
-PROGRAMS_PER_SM = 2  # of the backward pass
+PROGRAMS_PER_SM = 4  # of the backward pass
 
 
 def norm_quantize(

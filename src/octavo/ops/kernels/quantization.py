@@ -147,10 +147,11 @@ def _rows(
     unrounded = floored or data is None
     unfloored = allocate(scale, scale.shape) if floored else scale
     block_k, block_m, warps = row_tile(k)
+    few = 2 if block_k <= 1024 else 4 if block_k <= 8192 else warps
     launcher(_row_kernel, (sum([cdiv(m, block_m) for m in rows]),))(
         *tensors, *missing, data, unfloored, *optional, *rows, *missing, first_row, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
-        E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
+        E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=few,
     )  # fmt: skip
     if floored:
         rows = [m // matrices for m in rows]
