@@ -373,7 +373,12 @@ class CheckpointWriter:
                 # `save` would warn in a single process that there are no others.
                 _save_state_dict(tensors, writer, self._group, no_dist=self._group is None, planner=self._copy)
         except CheckpointException as error:
-            raise _readable(error, target) from error
+            cause = next(iter(error.failures.values()))[0]  # the first failure of a rank
+            if isinstance(cause, WriteError):
+                raise cause from error
+            if isinstance(cause, OSError):
+                raise write_error(target, cause) from error
+            raise RuntimeError(f"could not write {target}: {type(cause).__name__}: {cause}") from error
         if rank() == 0:
             for old in self.run.checkpoints()[: -self.keep]:
                 remove_folder(old)
@@ -393,16 +398,6 @@ class _Background(threading.Thread):
             self._call()
         except BaseException as error:
             self.error = error
-
-
-def _readable(error: CheckpointException, target: Path) -> Exception:
-    """The first failure of a rank."""
-    cause = next(iter(error.failures.values()))[0]
-    if isinstance(cause, WriteError):
-        return cause
-    if isinstance(cause, OSError):
-        return write_error(target, cause)
-    return RuntimeError(f"could not write {target}: {type(cause).__name__}: {cause}")
 
 
 # ---- The states of torch's random generators on every rank, as tensors in a checkpoint.

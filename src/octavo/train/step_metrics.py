@@ -40,7 +40,7 @@ from octavo.train.loss import AUTOCAST
 from octavo.train.processes import rank, show, world_size
 from octavo.train.run_records import read_record
 from octavo.train.saving import TrainState
-from octavo.util import import_extra
+from octavo.util import finite, import_extra
 from octavo.version import __version__
 from octavo.watching.collection import Sample, Watch, watch
 from octavo.watching.storage import BINADES, FULL_SHARE, OPERANDS, Records
@@ -75,9 +75,7 @@ class Metrics:
         """Append {"step": step, ...}; its numbers go to the boards too. inf and NaN, which JSON lacks, become null."""
         if rank() > 0:
             return
-        for name, value in record.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[name] = None
+        record = finite(record)
         with writing(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()

@@ -54,8 +54,7 @@ class CheckpointFiles:
         """Read one tensor to the CPU, in its stored dtype."""
         path, stored = self._places[name]
         with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(stored)
-        return tensor
+            return file.get_tensor(stored)
 
     def recorded(self, key: str) -> dict[str, Any]:
         """The object `key` of octavo.json; {} if there is none."""
@@ -217,8 +216,7 @@ def _compare(files: CheckpointFiles, name: str, ours: Any, theirs: Any) -> None:
         for key, here, there in _differences(ours, theirs):
             files.add_finding("config", name, f"{key} is {here!r}, MODEL has {there!r}")
     elif isinstance(ours, dict) and isinstance(theirs, dict):
-        wrong = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
-        if wrong:
+        if wrong := [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]:
             message = f"{len(wrong)} entries are not MODEL's, such as {wrong[0]!r}: the same text becomes other tokens"
             files.add_finding("config", name, message)
     elif ours != theirs:
