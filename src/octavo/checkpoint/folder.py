@@ -82,13 +82,11 @@ def _attempt(folder: Path, path: Path) -> int | None:
 def check_unlocked(folder: Path) -> None:
     """Raise a LockedError if somebody holds the lock of `folder` now. Changes nothing."""
     try:
-        descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CLOEXEC)
+        file = _lock_file(folder).open("r+b")
     except OSError:
         return
-    try:
-        _lock(descriptor, folder)
-    finally:
-        os.close(descriptor)
+    with file:
+        _lock(file.fileno(), folder)
 
 
 def _lock_file(folder: Path) -> Path:

@@ -28,7 +28,7 @@ from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled
 from octavo.packing.options import ChosenLayers, PackOptions, choose_layers
 from octavo.packing.scale_search import SearchedScale, cast_by, search_scale, search_shared_scale
-from octavo.util import Progress, no_progress
+from octavo.util import Progress, finite, no_progress
 
 
 @dataclass(frozen=True)
@@ -296,10 +296,8 @@ class WeightScales:
 
     def record(self) -> dict[str, object]:
         """The entry "weight_scales" of octavo.json (docs/format.md)."""
-        record: dict[str, object] = {"rule": self.options.weights, "pow2": self.options.pow2}
-        if self.options.weights == "mse":
-            record["sqnr_gain_db"] = {name: db if math.isfinite(db) else None for name, db in self.gains.items()}
-        return record
+        gains = {"sqnr_gain_db": finite(self.gains)} if self.options.weights == "mse" else {}
+        return {"rule": self.options.weights, "pow2": self.options.pow2, **gains}
 
     @cached_property
     def _shared(self) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -299,7 +299,7 @@ _PATIENCE = timedelta(hours=1)  # of the ranks that have written for the slowest
 _PATIENCE_AFTER_ERROR = 600  # seconds for the last checkpoint, when the run has failed: another rank may be lost
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes checkpoints in a thread, with torch.distributed.checkpoint, each whole or not at all; `keep` of them stay.
 
     Every rank must make it, and call `save` at the same steps. As a context manager it waits for the last checkpoint.
@@ -350,9 +350,6 @@ class CheckpointWriter:
             pending, self._pending = self._pending, None
             if pending.error is not None:
                 raise pending.error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:

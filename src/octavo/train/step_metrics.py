@@ -13,10 +13,10 @@ import shlex
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from octavo.watching.collection import Sample, Watch, watch
 from octavo.watching.storage import BINADES, FULL_SHARE, OPERANDS, Records
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """Writes records, each with its step, and draws their numbers on the boards that `config` names. Rank 0 alone does.
     A resumed run drops the records of later steps, so no step occurs twice."""
 
@@ -86,9 +86,6 @@ class Metrics:
         drawn = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
         for board in self.boards:
             board.numbers(step, drawn)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._open_files.close()
@@ -246,8 +243,7 @@ def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
     this."""
     parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     extremes = torch.stack([_extremes(p) for p in parameters.values()])  # [P, 2], (smallest, -largest): reduced by MIN
-    meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh"))
-    for mesh in meshes:
+    for mesh in dict.fromkeys(p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh")):
         for group in mesh.get_all_groups():
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
     return {name: (low, -negated) for name, (low, negated) in zip(parameters, extremes.tolist(), strict=True)}

@@ -130,7 +130,6 @@ def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
     if not placed or not all(isinstance(name, str) for _, name in placed):
         files.add_finding("file", _INDEX, "must map the name of each tensor to a file in weight_map")
         return {}
-    listed: dict[str, set[str] | None] = {}
     by_file: dict[str, set[str]] = defaultdict(set)
     for tensor, name in placed:
         by_file[name].add(tensor)
@@ -139,9 +138,8 @@ def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
         if wrong or not name.endswith(".safetensors"):
             why = wrong or "not a safetensors file"
             files.add_finding("file", _INDEX, f"names the file {name!r}, which is {why}: not opened")
-        else:
-            listed[name] = by_file[name]
-    return listed
+            del by_file[name]
+    return dict(sorted(by_file.items()))
 
 
 def _read_header(files: CheckpointFiles, name: str, listed: set[str] | None) -> None:
