@@ -199,8 +199,7 @@ def _check_new(target: Path) -> None:
 def _check_place(target: Path) -> None:
     target = Path(os.path.abspath(target))
     check_path(target)
-    run = next(filter(None, map(run_of, target.parents)), None)
-    if run is not None:
+    if run := next(filter(None, map(run_of, target.parents)), None):
         raise ArtifactError(
             f"{target} would lie in a checkpoint of the run {run}, which removes those it does not keep: choose "
             "another place"

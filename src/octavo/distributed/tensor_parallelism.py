@@ -99,8 +99,7 @@ def _plan(architecture: Architecture, block: Block, ranks: Ranks, *, cut_embeddi
 
 
 def _find_architecture(model: nn.Module) -> tuple[Architecture, Block]:
-    parallel = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    if parallel:
+    if parallel := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
         raise ValueError(
             f"{parallel[0]} is a DTensor already: call tensor_parallel once for a model, and before fully_shard"
         )
@@ -129,8 +128,7 @@ def _check_sizes(layer: Any, block: Block, size: int) -> None:
         "heads of keys and values": attention.k_proj.out_features // attention.head_dim,
         "columns inside the MLP": mlp.out_features,
     }
-    wrong = [f"{count} {name}" for name, count in counts.items() if count % size]
-    if wrong:
+    if wrong := [f"{count} {name}" for name, count in counts.items() if count % size]:
         raise ValueError(
             f"{size} ranks cannot share {', '.join(wrong)} of a layer: the degree of tensor parallelism must divide "
             "these numbers; choose a smaller one, and give the other ranks to fully_shard"

@@ -188,11 +188,8 @@ class PackJob:
     def record(self, remarks: Mapping[str, object]) -> dict[str, object]:
         """The entries of octavo.json (docs/format.md), `remarks` last."""
         schemes = {
-            scheme.name: {
-                "weight": self.weights.cast(scheme).to_dict(),
-                "input": scheme.inputs and scheme.inputs.to_dict(),
-            }
-            for scheme in self.layers.schemes.values()
+            each.name: {"weight": self.weights.cast(each).to_dict(), "input": each.inputs and each.inputs.to_dict()}
+            for each in self.layers.schemes.values()
         }
         updates = {kind: kept._asdict() for kind, kept in self.updates.items()}
         left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}
