@@ -253,20 +253,13 @@ class SameModel(nn.Module):
 
 
 class SameLayer(nn.Module):
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_embeddings: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        cache = kwargs.pop(CACHE, None)
-        first = None if attention_mask is None else attention_mask.flatten()
-        run = partial(_layer, self, first, position_embeddings, cache)
-        given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings} | kwargs
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        cache, mask = kwargs.pop(CACHE, None), kwargs.get("attention_mask")
+        first = None if mask is None else mask.flatten()
+        run = partial(_layer, self, first, kwargs["position_embeddings"], cache)
         if torch.is_grad_enabled() and cache is not None and cache.get_seq_length(self.self_attn.layer_idx):
             raise RuntimeError("a gradient needs whole texts: go on with a cache under torch.no_grad()")
-        return _computed(self, run, partial(super().forward, **given | {"use_cache": False}), hidden_states)
+        return _computed(self, run, partial(super().forward, **kwargs | {"use_cache": False}), hidden_states)
 
 
 class SameNorm(nn.Module):
