@@ -28,7 +28,7 @@ def packing(scheme: str = "channel", layout: str = "compressed-tensors", **other
 
 
 def read(config: dict[str, Any]) -> Packing:
-    return read_packing({"quantization_config": json.loads(json.dumps(config))}, LINEARS, WHERE)
+    return read_packing({"quantization_config": json.loads(json.dumps(config))}, LINEARS, WHERE, ())
 
 
 def test_targets_are_names_patterns_or_the_class() -> None:

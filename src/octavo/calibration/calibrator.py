@@ -122,10 +122,8 @@ class Calibration:
         if not where.is_file():
             raise FileNotFoundError(f"{where} is missing: give a folder that octavo calibrate wrote")
         described = read_json(where)
-        if described.get("format_version") != FORMAT_VERSION:
-            raise ArtifactError(
-                f"{where} must have format_version {FORMAT_VERSION}, got {described.get('format_version')!r}"
-            )
+        if (version := described.get("format_version")) != FORMAT_VERSION:
+            raise ArtifactError(f"{where} must have format_version {FORMAT_VERSION}, got {version!r}")
         if missing := [name for name in (*_FIELDS, "sites") if name not in described]:
             raise ArtifactError(f"{where} lacks {', '.join(missing)}: calibrate again")
         observed = from_tensors(described["sites"], load_tensors(Path(folder) / TENSORS), where)

@@ -72,11 +72,10 @@ class Statistics:
         self._add(flat.shape[0], channel_amax, [amax], counts)
         return self
 
-    def merge(self, other: Self) -> Self:
+    def merge(self, other: Self) -> None:
         """Add the statistics of `other`, as if its batches came after these."""
         if other.tokens:
             self._add(other.tokens, other.channel_amax, other.history, other.histogram)
-        return self
 
     def _add(self, tokens: int, channel_amax: Tensor, history: list[float], histogram: Tensor) -> None:
         if self.tokens == 0:

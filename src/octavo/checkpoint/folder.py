@@ -82,13 +82,11 @@ def _attempt(folder: Path, path: Path) -> int | None:
 def check_unlocked(folder: Path) -> None:
     """Raise a LockedError if somebody holds the lock of `folder` now. Changes nothing."""
     try:
-        descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CLOEXEC)
+        file = _lock_file(folder).open("r+b")
     except OSError:
         return
-    try:
-        _lock(descriptor, folder)
-    finally:
-        os.close(descriptor)
+    with file:
+        _lock(file.fileno(), folder)
 
 
 def _lock_file(folder: Path) -> Path:
@@ -201,8 +199,7 @@ def _check_new(target: Path) -> None:
 def _check_place(target: Path) -> None:
     target = Path(os.path.abspath(target))
     check_path(target)
-    run = next(filter(None, map(run_of, target.parents)), None)
-    if run is not None:
+    if run := next(filter(None, map(run_of, target.parents)), None):
         raise ArtifactError(
             f"{target} would lie in a checkpoint of the run {run}, which removes those it does not keep: choose "
             "another place"

@@ -423,20 +423,14 @@ def check_layout(layout: Layout, schemes: Iterable[Scheme], kv_cache: bool) -> N
     scales of a cache of keys and values."""
     names = sorted({scheme.name for scheme in schemes})
     held = layout.schemes or names
-    instead = f"or --layout {HOLDS_ANY}, which holds any"
+    said, instead = f"the layout {layout.name}", f"or --layout {HOLDS_ANY}, which holds any"
     if others := [name for name in names if name not in held]:
         what = f"the scheme {held[0]} alone" if len(held) == 1 else f"the schemes {', '.join(held)}"
-        raise ValueError(
-            f"the layout {layout.name} holds {what}, not {', '.join(others)}: --scheme {held[0]}, {instead}"
-        )
+        raise ValueError(f"{said} holds {what}, not {', '.join(others)}: --scheme {held[0]}, {instead}")
     if layout.schemes and len(names) > 1:
-        raise ValueError(
-            f"the layout {layout.name} holds one scheme in a model, not {' and '.join(names)}: one, {instead}"
-        )
+        raise ValueError(f"{said} holds one scheme in a model, not {' and '.join(names)}: one, {instead}")
     if kv_cache and not layout.holds_cache:
-        raise ValueError(
-            f"the layout {layout.name} has no place for the scales of a KV cache: {instead.removeprefix('or ')}"
-        )
+        raise ValueError(f"{said} has no place for the scales of a KV cache: {instead.removeprefix('or ')}")
 
 
 @dataclass(frozen=True)
@@ -519,9 +513,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_packing(
-    config: Mapping[str, Any], linears: Sequence[str], where: Path, plain: Collection[str] = ()
-) -> Packing:
+def read_packing(config: Mapping[str, Any], linears: Sequence[str], where: Path, plain: Collection[str]) -> Packing:
     """The packing of the layers `linears` (by their names in files) that a config.json of `read_config` states. An
     ArtifactError if the model is not packed, or in another way: it lists the values found and required.
 

@@ -48,8 +48,7 @@ class PackedTensors:
         self.folder = Path(folder)
         self.config = read_config(self.folder)
         self.reader = ShardReader(self.folder)
-        found: Any = self.config.get("quantization_config")
-        settings = found if isinstance(found, dict) else {}
+        settings: dict[str, Any] = self.config.get("quantization_config") or {}  # `read_packing` refuses none
         layout = layout_of(settings)
         listed = next((settings[key] for key in layout.ignore if settings.get(key)), None)
         stated = [str(entry) for entry in listed] if isinstance(listed, list) else []  # `read_packing` refuses another

@@ -250,10 +250,8 @@ def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], w
     except ArtifactError as error:
         raise ArtifactError(f"{error}; {ADVICE}") from None
     for name, tensor in found.items():
-        if tensor.dtype != required[name].dtype:
-            raise ArtifactError(
-                f"{where}: {name} must be {required[name].dtype}, the file has {tensor.dtype}; {ADVICE}"
-            )
+        if tensor.dtype != (dtype := required[name].dtype):
+            raise ArtifactError(f"{where}: {name} must be {dtype}, the file has {tensor.dtype}; {ADVICE}")
     scales = {name for name in found if name.endswith(SCALE_ENDINGS) or is_kv_scale(name)}
     right = {name: is_positive(t) if name in scales else is_finite(t) for name, t in found.items()}
     for name in failing(right):

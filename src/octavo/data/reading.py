@@ -73,9 +73,8 @@ class ReadReport:
 
     def lines(self) -> list[str]:
         """One line on the files read and skipped, and a second one, a warning, where many bytes were skipped."""
-        files, datasets = plural(len(self.files), "file"), plural(self.datasets, "data set")
-        named = [text for text, count in ((files, len(self.files)), (datasets, self.datasets)) if count]
-        sources = " and ".join(named) or files
+        counts = ((len(self.files), "file"), (self.datasets, "data set"))
+        sources = " and ".join(plural(count, noun) for count, noun in counts if count) or "0 files"
         if self.datasets or self.documents != len(self.files):
             sources = f"{plural(self.documents, 'document')} from {sources}"
         said = f"read {sources} ({decimal(self.size)})"

@@ -240,9 +240,10 @@ class ShardCache:
         """
         caller = self.streams.current_stream()
         if self.stream is None:
-            self.stream = self.streams.Stream()
+            streams, stream = self.streams, self.streams.Stream()
+            self.stream = stream
             # A model may be deleted after its last step: its memory is used again by the stream that computes.
-            weakref.finalize(self, _wait_for, self.stream, self.streams).atexit = False
+            weakref.finalize(self, lambda: streams.current_stream().wait_stream(stream)).atexit = False
         with self.streams.stream(self.stream):
             grouping = [weight for weight in self.weights if not weight.is_alone and not weight.is_pair]
             self.groups = self.groups or grouped(grouping)
@@ -283,7 +284,3 @@ class ShardCache:
         for group, value in largest:
             group.finish(value)
         hold_rotated(self.rotated)
-
-
-def _wait_for(stream: Any, streams: Any) -> None:
-    streams.current_stream().wait_stream(stream)

@@ -200,8 +200,7 @@ def call_norm(norm: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
         return norm(x)
     local_replicated(parameter, ranks)  # raises where it is no DTensor
     placement = Shard(x.ndim - 2) if ranks.sequence else Replicate()
-    whole: Any = DTensor.from_local(x, parameter.device_mesh, [placement], run_check=False)
-    return norm(whole).to_local()
+    return norm(DTensor.from_local(x, parameter.device_mesh, [placement], run_check=False)).to_local()
 
 
 def local_replicated(parameter: Any, ranks: Ranks) -> Tensor:

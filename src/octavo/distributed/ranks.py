@@ -112,14 +112,12 @@ class Ranks:
     def by_rank(self, x: Tensor) -> Tensor:
         """The rows of x [..., T, K] in the order in which `scatter` takes them: the inverse of `by_sequence`."""
         batch, (tokens, k) = x.shape[:-2], x.shape[-2:]
-        if not self.sequence:
-            return x.reshape(-1, k)
-        if tokens % self.size:
+        if self.sequence and tokens % self.size:
             raise ValueError(
                 f"each of {self.size} ranks has a part of the sequence: its length must be a multiple of {self.size}, "
                 f"got {tokens}: pad it, or choose sequence=False"
             )
-        if prod(batch) == 1:
+        if not self.sequence or prod(batch) == 1:
             return x.reshape(-1, k)
         return x.reshape(prod(batch), self.size, -1, k).transpose(0, 1).reshape(-1, k)
 
@@ -150,8 +148,7 @@ class Ranks:
         a, arriving = sent
         if arriving is None:
             own = dx_operand(a, None if m is None else self.own(m))
-            symmetric: Any = torch.ops.symm_mem.fused_all_gather_scaled_matmul
-            data, (y,) = symmetric(
+            data, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
                 own.data, [b.data.t()], own.scale.contiguous(), [b.scale.t()], 0, self.name, [None], [None],
                 [call.dtype], [gemm.fast_accumulation],
             )  # fmt: skip
@@ -164,9 +161,8 @@ class Ranks:
     def scattered_mm(self, a: QTensor, b: QTensor, gemm: Gemm, call: FusedCall) -> Tensor:
         """This rank's rows [M / R, N] of the sum of the ranks' a [M, K / R] @ b [N, K / R]^T; see `done`."""
         if self._runs(a):
-            symmetric: Any = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
             shape = [a.shape[0], b.shape[0]]
-            return symmetric(
+            return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
                 a.data, b.data.t(), a.scale.contiguous(), b.scale.t(), "sum", 0, 0, self.name, shape, None, None,
                 call.dtype, gemm.fast_accumulation,
             )  # fmt: skip

@@ -69,8 +69,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
     parallelize_module(model, mesh, plan)
     if tied:
         head.weight = embedding.weight
+    # The output of one of PyTorch's styles may be on its way from other ranks: compiled layers would lose the gradient
+    # of such an input. FSDP2 warns of an output that is a view.
     for module in (embedding, head):
-        module.register_forward_hook(_as_plain_tensor)
+        module.register_forward_hook(lambda _, inputs, y: torch.ops.aten._unsafe_view(y, y.shape))
     if sequence:
         embedding.register_forward_pre_hook(lambda _, tokens: _check_tokens(tokens[0], ranks))
     if cut_later:
@@ -97,8 +99,7 @@ def _plan(architecture: Architecture, block: Block, ranks: Ranks, *, cut_embeddi
 
 
 def _find_architecture(model: nn.Module) -> tuple[Architecture, Block]:
-    parallel = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    if parallel:
+    if parallel := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
         raise ValueError(
             f"{parallel[0]} is a DTensor already: call tensor_parallel once for a model, and before fully_shard"
         )
@@ -127,21 +128,11 @@ def _check_sizes(layer: Any, block: Block, size: int) -> None:
         "heads of keys and values": attention.k_proj.out_features // attention.head_dim,
         "columns inside the MLP": mlp.out_features,
     }
-    wrong = [f"{count} {name}" for name, count in counts.items() if count % size]
-    if wrong:
+    if wrong := [f"{count} {name}" for name, count in counts.items() if count % size]:
         raise ValueError(
             f"{size} ranks cannot share {', '.join(wrong)} of a layer: the degree of tensor parallelism must divide "
             "these numbers; choose a smaller one, and give the other ranks to fully_shard"
         )
-
-
-def _as_plain_tensor(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
-    """The output of one of PyTorch's styles, arrived, and no view.
-
-    It may be on its way from other ranks: compiled layers would lose the gradient of such an input. FSDP2 warns of an
-    output that is a view.
-    """
-    return torch.ops.aten._unsafe_view(y, y.shape)
 
 
 def _check_tokens(tokens: Tensor, ranks: Ranks) -> None:

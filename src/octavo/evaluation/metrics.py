@@ -208,8 +208,7 @@ def _sums(prompt: Tensor, reference: Tensor, candidate: Tensor) -> tuple[float, 
     kl = agree = nll = before = 0.0
     last = len(prompt) - 1
     for start in range(0, len(prompt), _ROWS):
-        rows = slice(start, start + _ROWS)
-        p, q = (logits[rows].double().log_softmax(-1) for logits in (reference, candidate))
+        p, q = (logits[start : start + _ROWS].double().log_softmax(-1) for logits in (reference, candidate))
         kl += float(divergences(p, q).sum())
         agree += float((p.argmax(-1) == q.argmax(-1)).sum())
         targets = prompt[start + 1 : min(start + _ROWS, last) + 1].unsqueeze(1)

@@ -195,8 +195,7 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
     exponents = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
     wavelength = 2 * math.pi * rope["rope_theta"] ** exponents
     share = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-    factors: Tensor = 1 / ((1 - share) / factor + share)
-    return factors.float()
+    return (1 / ((1 - share) / factor + share)).float()
 
 
 def _metadata(model: _Model) -> dict[str, Any]:

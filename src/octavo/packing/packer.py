@@ -28,7 +28,7 @@ from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled
 from octavo.packing.options import ChosenLayers, PackOptions, choose_layers
 from octavo.packing.scale_search import SearchedScale, cast_by, search_scale, search_shared_scale
-from octavo.util import Progress, no_progress
+from octavo.util import Progress, finite, no_progress
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,8 @@ class PackJob:
     def record(self, remarks: Mapping[str, object]) -> dict[str, object]:
         """The entries of octavo.json (docs/format.md), `remarks` last."""
         schemes = {
-            scheme.name: {
-                "weight": self.weights.cast(scheme).to_dict(),
-                "input": scheme.inputs and scheme.inputs.to_dict(),
-            }
-            for scheme in self.layers.schemes.values()
+            each.name: {"weight": self.weights.cast(each).to_dict(), "input": each.inputs and each.inputs.to_dict()}
+            for each in self.layers.schemes.values()
         }
         updates = {kind: kept._asdict() for kind, kept in self.updates.items()}
         left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}
@@ -296,10 +293,8 @@ class WeightScales:
 
     def record(self) -> dict[str, object]:
         """The entry "weight_scales" of octavo.json (docs/format.md)."""
-        record: dict[str, object] = {"rule": self.options.weights, "pow2": self.options.pow2}
-        if self.options.weights == "mse":
-            record["sqnr_gain_db"] = {name: db if math.isfinite(db) else None for name, db in self.gains.items()}
-        return record
+        gains = {"sqnr_gain_db": finite(self.gains)} if self.options.weights == "mse" else {}
+        return {"rule": self.options.weights, "pow2": self.options.pow2, **gains}
 
     @cached_property
     def _shared(self) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ from octavo.ops import quantize
 from octavo.packing.options import PackOptions, choose_layers
 from octavo.packing.packer import PackReport, card_of, pack_source
 from octavo.scales import observe_inputs
-from octavo.util import Progress, choose_device, no_progress
+from octavo.util import Progress, choose_device, finite, no_progress
 from octavo.version import __version__
 
 
@@ -134,8 +134,7 @@ def convert_layout(
         packed.describe(partial, packing)
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": folder.name}
         checksums = write_shards(partial, packed.specs_as(packing), tensors(), metadata)
-        finite = {name: None if math.isinf(db) else db for name, db in sqnr.items()}  # JSON has no infinity
-        made = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": finite}
+        made = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": finite(sqnr)}
         record = {**made, **_still_true(packed, packing, sqnr, input_scales is None), "checksums": checksums}
         (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
         layers = {name: each.name for name, each in packing.schemes.items()}

@@ -123,8 +123,7 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
     for choose, said in ((with_parameters, ""), (_blocks, ", as a whole")):
         errors = layer_errors(*runs.models, lambda m: m(input_ids=ids, attention_mask=mask, use_cache=False), choose)
         first = first or next((name + said for name, error in errors if error.noise), "")
-    sources = tuple(runs.sources(p, q))
-    return Parity(float(difference.mean()), _kl(p, q), worst, difference.numel(), sources, first)
+    return Parity(float(difference.mean()), _kl(p, q), worst, difference.numel(), tuple(runs.sources(p, q)), first)
 
 
 class _Runs:

@@ -81,7 +81,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Each is computed from its own row, in one order: in float32 on a GPU, in float64 on a CPU.
     """
-    found: Tensor = _LogProbabilities.apply(logits.flatten(0, -2), tokens.flatten())  # type: ignore[no-untyped-call]
+    found = _LogProbabilities.apply(logits.flatten(0, -2), tokens.flatten())  # type: ignore[no-untyped-call]
     return found.view(tokens.shape)
 
 
@@ -217,8 +217,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     """The root-mean-square norm in BF16, by the sums of the norms that quantize."""
     weight, flat = norm.weight.bfloat16(), rows(x)
     rstd = ops.norm_quantize(flat, None, weight, None, norm.variance_epsilon, ROW_X, center=False).rstd
-    y: Tensor = weight * (flat.float() * rstd).bfloat16()
-    return y.view(x.shape)
+    return (weight * (flat.float() * rstd).bfloat16()).view(x.shape)
 
 
 def _logits(head: Any, x: Tensor) -> Tensor:
@@ -233,15 +232,14 @@ class SameModel(nn.Module):
     """The layers of a language model: embeddings in BF16, and a mask as the first token of each sequence."""
 
     def forward(
-        self,
+        self: Any,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        model: Any = self
-        x = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if attention_mask is not None and attention_mask.ndim == 2:
             mask = attention_mask.int()
             if bool((F.pad(mask, (1, 0)).diff() > 0).sum(1).gt(1).any()):
@@ -255,21 +253,13 @@ class SameModel(nn.Module):
 
 
 class SameLayer(nn.Module):
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_embeddings: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        layer: Any = self
-        cache = kwargs.pop(CACHE, None)
-        first = None if attention_mask is None else attention_mask.flatten()
-        run = partial(_layer, layer, first, position_embeddings, cache)
-        given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings} | kwargs
-        if torch.is_grad_enabled() and cache is not None and cache.get_seq_length(layer.self_attn.layer_idx):
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        cache, mask = kwargs.pop(CACHE, None), kwargs.get("attention_mask")
+        first = None if mask is None else mask.flatten()
+        run = partial(_layer, self, first, kwargs["position_embeddings"], cache)
+        if torch.is_grad_enabled() and cache is not None and cache.get_seq_length(self.self_attn.layer_idx):
             raise RuntimeError("a gradient needs whole texts: go on with a cache under torch.no_grad()")
-        return _computed(layer, run, partial(super().forward, **given | {"use_cache": False}), hidden_states)
+        return _computed(self, run, partial(super().forward, **kwargs | {"use_cache": False}), hidden_states)
 
 
 class SameNorm(nn.Module):

@@ -434,7 +434,7 @@ class Config:
             if name in names and name not in changes and {*changes, *stale} & {*rule.sources}:
                 stale.add(name)
         given = {name: value for name, value in flat.items() if name not in stale}
-        kept = {name: find_setting(name, source).read(value, source) for name, value in given.items()}
+        kept = {name: get_setting(name, source).read(value, source) for name, value in given.items()}
         return cls(**_tables_of(kept | dict(changes)), derived=frozenset(names) - changes.keys())
 
 
@@ -444,7 +444,7 @@ def _tables_of(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tables[name](**value) if name in tables else value for name, value in nest(flat).items()}
 
 
-def find_setting(key: str, source: str) -> Setting:
+def get_setting(key: str, source: str) -> Setting:
     """The setting `key`; a ConfigError with the nearest name if there is none."""
     settings = settings_of(Config)
     if key in settings:

@@ -65,17 +65,13 @@ def held_out(path: Path, opened: OpenedModel) -> tuple[Batches, int, ReadReport]
 # ---- The dtype flow of a language model that is described by settings, a run, or a Hugging Face folder.
 
 
-_LONGEST = 4096  # the context of a model with more positions
-_LLAMA_3 = 128256
-
-
 def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
     """The dtype flow of a step of a preset, TOML file, run, or folder or config.json of a causal language model. The
     logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored."""
     config, saved = _read(source, changes)
     known = load_tokenizer(saved).vocabulary_size if saved.exists() else known_vocabulary(config)
-    vocabulary = known or _LLAMA_3  # where nobody knows it: the dtypes do not depend on it
-    model = models.make_meta_model(config, vocabulary, saved).train()
+    # Llama 3's where nobody knows it: the dtypes do not depend on it.
+    model = models.make_meta_model(config, known or 128256, saved).train()
     models.convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
     models.prepare_blocks(model, config.change(**{"compile.blocks": False}))
     tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device="meta")
@@ -96,7 +92,7 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
         return read_settings(RunFolder(source)).change(**changes), RunFolder(source).model
     folder = source.parent if source.name == "config.json" else source
     if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
-        context = min(models.positions_of(folder), _LONGEST)
+        context = min(models.positions_of(folder), 4096)
         return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
     if source.is_dir():
         raise ArtifactError(f"{source}/config.json names no model_type: give {RUN_OR_MODEL}")

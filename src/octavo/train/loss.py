@@ -38,8 +38,7 @@ def _balanced(loss: Tensor, model: nn.Module) -> Tensor:
 def chunked_loss(head: Head, chunk: int, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The loss of `whole_loss`, with the logits of `chunk` tokens in memory at a time (`octavo.nn.fused_loss`)."""
     with computing_loss(model, head, Task(targets), chunk):
-        loss: Tensor = model(inputs)
-    return _balanced(loss, model)
+        return _balanced(model(inputs), model)
 
 
 # ---- The loss of a batch in a precision, and of text that the model was not trained on.

@@ -174,15 +174,13 @@ def check_count(count: int | None, config: Config, device: torch.device, parts: 
 
 def _count_parameters(config: ModelConfig) -> int | None:
     """The number of parameters; None if a tensor would have more elements than PyTorch can count."""
-    counts = []
     try:
         with torch.device("meta"):  # any number of layers from two small models
-            for layers in (1, 2):
-                model = build(dataclasses.replace(config, layers=layers))
-                counts.append(sum(p.numel() for p in model.parameters()))
+            models = [build(dataclasses.replace(config, layers=layers)) for layers in (1, 2)]
     except (RuntimeError, TypeError):
         return None
-    return counts[0] + (config.layers - 1) * (counts[1] - counts[0])
+    one, two = (sum(p.numel() for p in model.parameters()) for model in models)
+    return one + (config.layers - 1) * (two - one)
 
 
 def check_vocabulary(model: Any, highest: int) -> None:
@@ -426,8 +424,7 @@ def eager() -> AbstractContextManager[Any]:
 
 def allow_compilations(count: int) -> None:
     """Let Dynamo compile the code of blocks, which they share, so many times more; beyond its limit it runs eagerly."""
-    dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit += count
+    torch._dynamo.config.recompile_limit += count
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:

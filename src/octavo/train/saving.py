@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -299,7 +299,7 @@ _PATIENCE = timedelta(hours=1)  # of the ranks that have written for the slowest
 _PATIENCE_AFTER_ERROR = 600  # seconds for the last checkpoint, when the run has failed: another rank may be lost
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes checkpoints in a thread, with torch.distributed.checkpoint, each whole or not at all; `keep` of them stay.
 
     Every rank must make it, and call `save` at the same steps. As a context manager it waits for the last checkpoint.
@@ -351,9 +351,6 @@ class CheckpointWriter:
             if pending.error is not None:
                 raise pending.error
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
@@ -373,7 +370,12 @@ class CheckpointWriter:
                 # `save` would warn in a single process that there are no others.
                 _save_state_dict(tensors, writer, self._group, no_dist=self._group is None, planner=self._copy)
         except CheckpointException as error:
-            raise _readable(error, target) from error
+            cause = next(iter(error.failures.values()))[0]  # the first failure of a rank
+            if isinstance(cause, WriteError):
+                raise cause from error
+            if isinstance(cause, OSError):
+                raise write_error(target, cause) from error
+            raise RuntimeError(f"could not write {target}: {type(cause).__name__}: {cause}") from error
         if rank() == 0:
             for old in self.run.checkpoints()[: -self.keep]:
                 remove_folder(old)
@@ -393,16 +395,6 @@ class _Background(threading.Thread):
             self._call()
         except BaseException as error:
             self.error = error
-
-
-def _readable(error: CheckpointException, target: Path) -> Exception:
-    """The first failure of a rank."""
-    cause = next(iter(error.failures.values()))[0]
-    if isinstance(cause, WriteError):
-        return cause
-    if isinstance(cause, OSError):
-        return write_error(target, cause)
-    return RuntimeError(f"could not write {target}: {type(cause).__name__}: {cause}")
 
 
 # ---- The states of torch's random generators on every rank, as tensors in a checkpoint.

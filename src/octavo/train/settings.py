@@ -11,17 +11,7 @@ from typing import Any
 
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.folder import BUILT_IN_MODELS, RunFolder
-from octavo.train.config import (
-    LIST,
-    PRESETS,
-    RULES,
-    TYPE_NAMES,
-    Config,
-    ConfigError,
-    Setting,
-    find_setting,
-    settings_of,
-)
+from octavo.train.config import LIST, PRESETS, RULES, TYPE_NAMES, Config, ConfigError, Setting, get_setting, settings_of
 from octavo.util import hub_hint, parse_object, reading
 
 # How the command line spells a number.
@@ -79,7 +69,7 @@ def parse(overrides: Sequence[str]) -> dict[str, Any]:
             if off is not None and off.kind is bool:
                 groups.append((off, ["false"]))
             else:
-                groups.append((find_setting(name, WORDS), [value] if equals else []))
+                groups.append((get_setting(name, WORDS), [value] if equals else []))
         elif not groups:
             raise ConfigError(f"the command line must give settings as --key value; got {word!r}")
         elif not word and groups[-1][0].kind == LIST:

@@ -13,10 +13,10 @@ import shlex
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,13 +40,13 @@ from octavo.train.loss import AUTOCAST
 from octavo.train.processes import rank, show, world_size
 from octavo.train.run_records import read_record
 from octavo.train.saving import TrainState
-from octavo.util import import_extra
+from octavo.util import finite, import_extra
 from octavo.version import __version__
 from octavo.watching.collection import Sample, Watch, watch
 from octavo.watching.storage import BINADES, FULL_SHARE, OPERANDS, Records
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """Writes records, each with its step, and draws their numbers on the boards that `config` names. Rank 0 alone does.
     A resumed run drops the records of later steps, so no step occurs twice."""
 
@@ -75,9 +75,7 @@ class Metrics:
         """Append {"step": step, ...}; its numbers go to the boards too. inf and NaN, which JSON lacks, become null."""
         if rank() > 0:
             return
-        for name, value in record.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[name] = None
+        record = finite(record)
         with writing(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
@@ -88,9 +86,6 @@ class Metrics:
         drawn = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
         for board in self.boards:
             board.numbers(step, drawn)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._open_files.close()
@@ -248,8 +243,7 @@ def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
     this."""
     parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     extremes = torch.stack([_extremes(p) for p in parameters.values()])  # [P, 2], (smallest, -largest): reduced by MIN
-    meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh"))
-    for mesh in meshes:
+    for mesh in dict.fromkeys(p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh")):
         for group in mesh.get_all_groups():
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
     return {name: (low, -negated) for name, (low, negated) in zip(parameters, extremes.tolist(), strict=True)}

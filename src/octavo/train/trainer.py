@@ -476,8 +476,7 @@ def prepare_run(
     if isinstance(optimizer, HostAdamW):
         state.hosted = HostMasters(made.model, models.find_blocks(made.model), optimizer, device, config)
         lock.callback(state.hosted.close)
-    actions = run.read_actions()
-    return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
+    return Trainer(config, state, made.loss, data, training, validation, run, run.read_actions(), lock, console)
 
 
 def read_data(config: Config, run: RunFolder, console: Console) -> TokenizedText:

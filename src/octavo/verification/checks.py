@@ -174,11 +174,10 @@ def _add_remarks(files: CheckpointFiles, layers: Mapping[str, LayerSpec], requir
         files.remarks.append(f"{unused[0]} ({len(unused)} such tensors) is read by no layer here")
     for name, spec in layers.items():
         usual, *others = spec.scale_shapes(*required.shapes[f"{name}.weight"])
-        actual = files.shapes.get(f"{name}.{spec.scale}", usual)
+        scale = f"{name}.{spec.scale}"
+        actual = files.shapes.get(scale, usual)
         if compressed and actual in others:
-            files.remarks.append(
-                f"{name}.{spec.scale} has shape {list(actual)}: transformers accepts only {list(usual)}"
-            )
+            files.remarks.append(f"{scale} has shape {list(actual)}: transformers accepts only {list(usual)}")
             break
 
 

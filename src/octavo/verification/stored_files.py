@@ -54,8 +54,7 @@ class CheckpointFiles:
         """Read one tensor to the CPU, in its stored dtype."""
         path, stored = self._places[name]
         with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(stored)
-        return tensor
+            return file.get_tensor(stored)
 
     def recorded(self, key: str) -> dict[str, Any]:
         """The object `key` of octavo.json; {} if there is none."""
@@ -131,7 +130,6 @@ def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
     if not placed or not all(isinstance(name, str) for _, name in placed):
         files.add_finding("file", _INDEX, "must map the name of each tensor to a file in weight_map")
         return {}
-    listed: dict[str, set[str] | None] = {}
     by_file: dict[str, set[str]] = defaultdict(set)
     for tensor, name in placed:
         by_file[name].add(tensor)
@@ -140,9 +138,8 @@ def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
         if wrong or not name.endswith(".safetensors"):
             why = wrong or "not a safetensors file"
             files.add_finding("file", _INDEX, f"names the file {name!r}, which is {why}: not opened")
-        else:
-            listed[name] = by_file[name]
-    return listed
+            del by_file[name]
+    return dict(sorted(by_file.items()))
 
 
 def _read_header(files: CheckpointFiles, name: str, listed: set[str] | None) -> None:
@@ -217,8 +214,7 @@ def _compare(files: CheckpointFiles, name: str, ours: Any, theirs: Any) -> None:
         for key, here, there in _differences(ours, theirs):
             files.add_finding("config", name, f"{key} is {here!r}, MODEL has {there!r}")
     elif isinstance(ours, dict) and isinstance(theirs, dict):
-        wrong = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
-        if wrong:
+        if wrong := [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]:
             message = f"{len(wrong)} entries are not MODEL's, such as {wrong[0]!r}: the same text becomes other tokens"
             files.add_finding("config", name, message)
     elif ours != theirs:

@@ -58,9 +58,7 @@ class StreamedModel:
     ) -> None:
         model: Any = meta_model.model.to(dtype)
         known = expert_matrices(meta_model)
-        experts = {
-            name: m for name, m in known.items() if all(f"{part}.weight" in stored for each in m for part in each)
-        }
+        experts = {n: m for n, m in known.items() if all(f"{part}.weight" in stored for each in m for part in each)}
         if meta_model.experts.stacks:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False

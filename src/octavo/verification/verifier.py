@@ -153,8 +153,7 @@ class Verification:
         # The layers that octavo pack cast, in files that no other program has written since, with their schemes.
         recorded = files.recorded("layers").items()
         packed = {name: str(scheme) for name, scheme in recorded if f"{name}.weight" in files.by_octavo}
-        others = [name for name, spec in self.layers.items() if packed.get(name, str(spec)) != str(spec)]
-        if others:
+        if others := [name for name, spec in self.layers.items() if packed.get(name, str(spec)) != str(spec)]:
             files.remarks.append(
                 f"{others[0]} ({len(others)} such layers) was packed by {packed[others[0]]}, and config.json says "
                 f"{self.layers[others[0]]}: a legal scheme, by which inputs are cast in another way"
