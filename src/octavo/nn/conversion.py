@@ -275,17 +275,13 @@ def select_products(model: nn.Module, skip: Sequence[str]) -> list[SelectedLayer
     """The attention of `model`, and its convolutions that are matrix products."""
     selected = []
     for name, module in model.named_modules():
-        if _is_product(module):
+        known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
+        if known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False)):
             image = isinstance(module, CONVOLUTIONS) and reads_image(module)
             reason = "it reads the image, whose rounding raises the loss of diffusion" if image else ""
             by_name = (skipped_by_name(name, n, k, skip) for n, k in weights_of(name, module).values())
             selected.append(SelectedLayer(name, module, next(filter(None, by_name), reason)))
     return selected
-
-
-def _is_product(module: nn.Module) -> bool:
-    known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
-    return known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
 
 
 def follow_attention(rows: Sequence[Row], products: Sequence[SelectedLayer]) -> tuple[Row, ...]:

@@ -128,12 +128,6 @@ class RecipeLayer(nn.Module):
         found: Any = None if self.histories is None else dict(self.histories.items()).get(operand)
         return found
 
-    def release(self) -> None:
-        """Delete the attributes that `prepare` set."""
-        for name in ("recipe", "name", "weight_cache", "histories"):
-            delattr(self, name)
-        self.__dict__.pop("input_is_saved", None)
-
     def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, cached: QTensor | None) -> Tensor:
         """y [..., N] of x [..., K] and w [N, K] with any strides; `cached` is w, quantized, if there is a cache."""
         check_call(self, x, w)
@@ -286,7 +280,9 @@ def restore_layer(module: Any) -> bool:
         theirs = [nn.Linear if module.parallel is None else ParallelLinear]
     if not theirs or not issubclass(ours, RecipeLayer):
         return False
-    module.release()
+    for name in ("recipe", "name", "weight_cache", "histories"):  # which `prepare` set
+        delattr(module, name)
+    module.__dict__.pop("input_is_saved", None)
     module.__class__ = theirs[0]
     return True
 

@@ -190,8 +190,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
     """y [..., N] = x [..., K] @ w [N, K]^T + bias [N], differentiable; `cached` is w, quantized, where it is held."""
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
     if call.is_operation:
-        constants = call.recipe.text, call.dtype, call.input_is_saved
-        return _linear(x, w, bias, data, scale, *constants)
+        return _linear(x, w, bias, data, scale, call.recipe.text, call.dtype, call.input_is_saved)
     return _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
 
@@ -372,7 +371,7 @@ def _turns(calls: Sequence[Callable[[], None]], repeats: Sequence[int], turns: i
                 call()
             marks.append(_mark())
     torch.cuda.synchronize()
-    spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    spans = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
     return [[ms / count for ms in spans[i :: len(calls)]] for i, count in enumerate(repeats)]
 
 
