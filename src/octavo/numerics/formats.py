@@ -186,8 +186,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     field = codes if not fmt.signed else codes & ((1 << (fmt.bits - 1)) - 1)
     exponent, mantissa = field >> m, field & ((1 << m) - 1)
     if fmt.signed:
-        normal = exponent > 0
-        significand = torch.where(normal, mantissa + (1 << m), mantissa)
+        significand = torch.where(exponent > 0, mantissa + (1 << m), mantissa)
         exponent = exponent.clamp(min=1)
     else:
         significand = torch.ones_like(mantissa)

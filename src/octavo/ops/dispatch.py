@@ -41,9 +41,6 @@ from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
 #     refusal              PyTorch's own message
 
 
-DTYPES = ("bf16", "fp16", "fp32")
-
-
 @dataclass(frozen=True)
 class Line:
     """One line of dispatch.json for one architecture; `library` is "" for a refusal."""

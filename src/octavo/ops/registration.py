@@ -103,6 +103,7 @@ class Operation(Generic[Result]):
         torch.library.register_fake(self.overload, self._fake, lib=LIBRARY)
         if not mutates:
             torch.library.register_autograd(self.overload, partial(_no_gradient, self.name), lib=LIBRARY)
+        OPERATIONS[self.name] = self.fill, self.inlines
 
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
@@ -254,8 +255,7 @@ def check_tensor(name: str, t: Tensor | None, shape: tuple[int, ...], *dtypes: t
 
 def source_version(root: Path) -> str:
     """A string that is another one after each change of a file of Octavo; `root` is the folder of the package."""
-    files = sorted(root.rglob("*.py"))
-    changed = [(str(path), path.stat().st_mtime_ns) for path in files]
+    changed = [(str(path), path.stat().st_mtime_ns) for path in sorted(root.rglob("*.py"))]
     return f"octavo {__version__} {sha256(repr(changed).encode()).hexdigest()}"
 
 
@@ -329,12 +329,7 @@ def operation(
             those that are written to must be.
     """
 
-    def register(function: Callable[..., Result]) -> Operation[Result]:
-        made = Operation(function, like, check, runs, inlines, mutates, after, strided)
-        OPERATIONS[made.name] = made.fill, made.inlines
-        return made
-
-    return register
+    return lambda function: Operation(function, like, check, runs, inlines, mutates, after, strided)
 
 
 def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:

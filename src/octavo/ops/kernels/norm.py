@@ -102,9 +102,8 @@ def norm_backward(
     dweight, dbias = (allocate(x, (size,), weight.dtype) for size in (k, k if center else 0))
     block_k, _, warps = row_tile(k)
     launcher(_backward_kernel, (programs,))(
-        dn, x, weight, mean, rstd, residual, dx, partials, m, k,
-        CENTER=center, BLOCK_K=block_k, num_warps=warps,
-    )  # fmt: skip
+        dn, x, weight, mean, rstd, residual, dx, partials, m, k, CENTER=center, BLOCK_K=block_k, num_warps=warps
+    )
     sum_columns(partials, dweight, dbias)
     return dx, dweight, dbias
 
