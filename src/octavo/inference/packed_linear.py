@@ -80,7 +80,7 @@ class PackedLinear(PackedModule):
     bias: Tensor | None
     _known: tuple[Tensor, Tensor, QTensor] | None = None
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme, name: str = "") -> None:
+    def __init__(self, linear: Any, scheme: Scheme, name: str = "") -> None:
         super().__init__()
         self.name = name
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
@@ -187,8 +187,7 @@ def packed_product(
 def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
     """Replace each named linear layer by an empty `PackedLinear` of its scheme."""
     for name, scheme in packed.items():
-        linear: Any = model.get_submodule(name)
-        model.set_submodule(name, PackedLinear(linear, scheme, name))
+        model.set_submodule(name, PackedLinear(model.get_submodule(name), scheme, name))
 
 
 def quantize_head(model: Any) -> None:
@@ -438,10 +437,8 @@ class PackedMLP(_OneInput, FusedMLP):
         if not self.stacked.trains or not reads(adapters, known, compute_dtype(x)):
             return None
         (last, call), stack = found, self.stacked.stack()
-        pairs = (
-            stack_adapters(adapters[:-1], stack.weights, call.dtype),
-            stack_adapters(adapters[-1:], last.weights, call.dtype),
-        )
+        inner_pair = stack_adapters(adapters[:-1], stack.weights, call.dtype)
+        pairs = inner_pair, stack_adapters(adapters[-1:], last.weights, call.dtype)
         return run_fused(x, residual, known, stack, call, pairs=pairs, activation=self.activation, outer=last)
 
     def _last(self, h: QTensor | Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
