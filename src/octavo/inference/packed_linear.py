@@ -491,8 +491,7 @@ def _normed(
 
 def serve_attention(model: nn.Module) -> None:
     """Make the attention modules of known classes in `model` a `ServedAttention`; idempotent."""
-    served: Any
-    for served in list(model.modules()):
+    for served in list[Any](model.modules()):
         if not isinstance(served, ServedAttention) and is_fusable(type(served).__name__, "Attention"):
             served.__class__ = mix_classes(ServedAttention, type(served))
             served.cache_argument = cache_argument()

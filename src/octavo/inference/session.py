@@ -154,6 +154,7 @@ def first_tokens(prompts: Prompts) -> Tensor:
 PIECE = 8192  # tokens of all rows that a prompt's forward pass takes at a time: they set the peak of memory
 SHORT = 2048  # tokens of all rows, padding included, of a prompt that is captured
 FEWEST = 64  # tokens that a prompt is padded to
+capture_stream = cache(torch.cuda.Stream)  # of a device, for all graphs: cuBLAS keeps a workspace for each stream
 
 
 class Pass:
@@ -303,12 +304,6 @@ class Session:
         finally:
             self.cache.set_host_count(before)
             current.wait_stream(stream)
-
-
-@cache
-def capture_stream(device: torch.device) -> Any:
-    """The stream on which graphs are captured: cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 # ---- The room of a cache, and whether the memory of the device suffices for it.

@@ -41,7 +41,6 @@ from octavo.nn.linear import (
     PatchConvolution,
     RecipeLayer,
     convert_layer,
-    gemm_shape,
     is_gemm,
     reads_image,
     restore_layer,
@@ -251,7 +250,9 @@ def weights_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:
         return {weight: tuple(p.shape) for weight, p in stacks_of(name, module).items()}
     if isinstance(module, nn.MultiheadAttention):
         return {f"{name}.{leaf}".lstrip("."): (len(w), w.shape[1]) for leaf, w in input_weights(module).items()}
-    return {name: gemm_shape(module) if isinstance(module, CONVOLUTIONS) else shape_of(module)}
+    if isinstance(module, CONVOLUTIONS):
+        return {name: (module.out_channels, module.weight[0].numel())}
+    return {name: shape_of(module)}
 
 
 def _rows(layers: Sequence[SelectedLayer]) -> tuple[Row, ...]:

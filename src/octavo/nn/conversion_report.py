@@ -177,9 +177,7 @@ def _sum_up(
     left.sort(key=lambda entry: (-entry.flops, -entry.share))
     shares = [sizes[kind] / total for kind in (_COMPUTED, _EMBEDDING, _OTHER)]
     in_fp8 = sum(work[id(p)] for _, kind, p in uses if kind == _COMPUTED) / flops
-    activations = None  # such as attention
-    if forward is not None:
-        activations = sum(each.flops for each in forward.operations if not each.weight) / flops
+    activations = None if forward is None else sum(each.flops for each in forward.operations if not each.weight) / flops
     return Coverage(sum(sizes.values()), shares[0], tuple(left), shares[1], shares[2], in_fp8, activations)
 
 

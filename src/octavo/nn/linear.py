@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -156,8 +156,7 @@ class RecipeLayer(nn.Module):
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Make the scales of x and w constant: x's from `amax`, 0-dim, and w's from the weight. Returns x's, [1]."""
-        weight: Any = self.weight
-        for operand, largest in (("x", amax), ("w", weight_amax(weight))):
+        for operand, largest in (("x", amax), ("w", weight_amax(self.weight))):
             if (history := self.history_of(operand)) is not None:
                 history.seed([float(largest)])
                 history.frozen = True
@@ -257,10 +256,7 @@ def adapted_output(layer: AdaptedLayer, x: Tensor) -> Tensor | None:
     return run_fused(x, None, None, stack, call, pairs=(pair, NO_PAIR))[0]
 
 
-L = TypeVar("L", bound=RecipeLayer)
-
-
-def convert_layer(module: Any, ours: type[L], recipe: Recipe, name: str) -> L:
+def convert_layer(module: Any, ours: type[RecipeLayer], recipe: Recipe, name: str) -> None:
     """Change `module`, called `name` in its model, in place into a layer of the class `ours` that computes by `recipe`.
 
     An `nn.Linear` becomes a `Linear`. The class of another becomes a subclass of `ours` and of its own.
@@ -270,7 +266,6 @@ def convert_layer(module: Any, ours: type[L], recipe: Recipe, name: str) -> L:
     else:
         mix_into(module, ours)
     module.prepare(recipe, name, next(module.parameters()).device)
-    return module
 
 
 def restore_layer(module: Any) -> bool:
@@ -336,11 +331,6 @@ def is_gemm(module: nn.Module) -> bool:
 def reads_image(module: Any) -> bool:
     """True if a convolution that is a matrix product cuts an image into patches."""
     return math.prod(module.kernel_size) > 1 and int(module.in_channels) <= IMAGE_CHANNELS
-
-
-def gemm_shape(module: Any) -> tuple[int, int]:
-    """N outputs and K inputs of the product."""
-    return module.out_channels, module.weight[0].numel()
 
 
 class PatchConvolution(RecipeLayer):

@@ -87,9 +87,7 @@ def weight_transposed(
     if data is not None:
         return transposed(QTensor(data, s_w, cast.fmt, cast.granularity), after)
     data = ops.requantize_transposed(weights, s_w, cast, after)
-    if cast.by_row:
-        return scale_folded(data)
-    return QTensor(data, s_w.t(), cast.fmt, cast.granularity)
+    return scale_folded(data) if cast.by_row else QTensor(data, s_w.t(), cast.fmt, cast.granularity)
 
 
 def quantize_folded(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, cast: Cast) -> QTensor:

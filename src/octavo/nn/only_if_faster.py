@@ -22,7 +22,7 @@ from torch.func import functional_call
 from octavo.nn.conversion_report import ForwardPass, Row
 from octavo.nn.delayed import update_scales
 from octavo.nn.fused_modules import FusedModule
-from octavo.nn.linear import Linear, RecipeLayer, convert_layer
+from octavo.nn.linear import Linear, RecipeLayer
 from octavo.ops import Backend
 from octavo.rates.measured import LEAST_SPEEDUP, Machine, Measurement, Shape, Table
 from octavo.recipe import PRESETS, Recipe
@@ -307,7 +307,7 @@ def time_linears(
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
     ):
         bf16 = nn.Linear(1, 1, bias=False, device=device)
-        fp8 = convert_layer(nn.Linear(1, 1, bias=False, device=device), Linear, recipe, "measured")
+        fp8 = Linear(1, 1, bias=False, recipe=recipe, device=device)
         forwards = [compiled(bf16), compiled(fp8)]
         for shape in shapes:
             times.append(_time(forwards, fp8, shape, device))

@@ -56,8 +56,7 @@ class QTensor:
                 f"got {list(scale.shape)}"
             )
         if scale.device != data.device:
-            where = f"data is on {data.device} and its scale on {scale.device}"
-            raise ValueError(f"{where}: move one to the other")
+            raise ValueError(f"data is on {data.device} and its scale on {scale.device}: move one to the other")
 
     def __repr__(self) -> str:
         dtype = str(self.scale.dtype).removeprefix("torch.")
