@@ -21,14 +21,7 @@ from octavo.checkpoint.files import WIDE, ArtifactError, ShardReader, check_expe
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, without_code
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import OTHER_NAMES, SCALE_NAME, WEIGHT_DTYPES
-from octavo.hf.stored_tensors import (
-    DequantizedReader,
-    ExpertFiles,
-    ExpertReader,
-    config_as_opt,
-    open_tensors,
-    transformers_names,
-)
+from octavo.hf.stored_tensors import DequantizedReader, ExpertFiles, ExpertReader, config_as_opt, open_tensors
 from octavo.models import build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
@@ -458,10 +451,12 @@ class RenamedReader(ShardReader):
     """The tensors of another reader by their names in a model of transformers; by their own if two had one name."""
 
     def __init__(self, reader: ShardReader, model: nn.Module) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import rename_source_key
+
         self.folder, self._reader = reader.folder, reader
-        loading, mapping = transformers_names()
-        rules = [rule for rule in mapping.get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
-        self._from = {loading.rename_source_key(name, rules, [])[0]: name for name in reader.specs}
+        rules = [rule for rule in get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
+        self._from = {rename_source_key(name, rules, [])[0]: name for name in reader.specs}
         if len(self._from) < len(reader.specs):
             self._from = {name: name for name in reader.specs}
         # The files name a tensor by any of its names, and a model by the first: XLM-RoBERTa's is that of the head.

@@ -37,16 +37,10 @@ from octavo.nn.module_tools import (
     watched,
 )
 from octavo.numerics import Cast, QTensor, scale_from_amax
-from octavo.ops import (
-    activation_quantize,
-    norm_quantize_inference,
-    quantize,
-    quantize_scaled,
-    scaled_mm,
-    weight_only_mm,
-)
+from octavo.ops import activation_quantize, norm_quantize_inference, quantize, quantize_scaled, scaled_mm
 from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
 from octavo.ops.int8_gemm import int8_mm
+from octavo.ops.weight_only import weight_only_mm
 from octavo.util import cache_argument, plural
 
 

@@ -25,15 +25,7 @@ from octavo.nn.attention_layers import (
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossHead, LossModel, find_loss, join_loss
-from octavo.nn.fused_modules import (
-    SILU,
-    DecoderLayer,
-    FusedModule,
-    NormLinear,
-    SwiGLU,
-    fuse_blocks,
-    mark_saved_inputs,
-)
+from octavo.nn.fused_modules import SILU, DecoderLayer, FusedModule, NormLinear, SwiGLU, fuse_blocks, mark_saved_inputs
 from octavo.nn.linear import (
     CONVOLUTIONS,
     Conv1D,
