@@ -26,17 +26,7 @@ from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_cover
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossHead, LossModel, find_loss, join_loss
 from octavo.nn.fused_modules import SILU, DecoderLayer, FusedModule, NormLinear, SwiGLU, fuse_blocks, mark_saved_inputs
-from octavo.nn.linear import (
-    CONVOLUTIONS,
-    Conv1D,
-    Linear,
-    PatchConvolution,
-    RecipeLayer,
-    convert_layer,
-    is_gemm,
-    reads_image,
-    restore_layer,
-)
+from octavo.nn.linear import CONVOLUTIONS, OURS, Conv1D, RecipeLayer, convert_layer, is_gemm, reads_image, restore_layer
 from octavo.nn.module_tools import (
     check_initialized,
     check_module,
@@ -232,8 +222,7 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
 # ---- The modules that `convert` can change: linear layers, attention, convolutions that are products, and experts.
 
 
-_OURS: dict[Any, type[RecipeLayer]] = {nn.Linear: Linear, nn.MultiheadAttention: MultiheadAttention}
-_OURS |= dict.fromkeys(CONVOLUTIONS, PatchConvolution)
+_OURS = OURS | {nn.MultiheadAttention: MultiheadAttention}
 
 
 def weights_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:

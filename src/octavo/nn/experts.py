@@ -176,16 +176,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: Call,
-        recipe: FusableRecipe,
-        x: Tensor,
-        weight: Tensor,
-        w_in: Tensor,
-        w_out: Tensor,
-        *others: Any,
+        ctx: Any, call: Call, recipe: FusableRecipe, x: Tensor, weight: Tensor, w_in: Tensor, w_out: Tensor, *rest: Any
     ) -> Tensor:
-        slot, row, offsets, in_data, in_scale, out_data, out_scale = others
+        slot, row, offsets, in_data, in_scale, out_data, out_scale = rest
         x_q, token = ops.quantize(x, recipe.x), slot // row.shape[1]
         n_q = rows_of(x_q, token)  # [M,K]
         in_q, out_q = quantized(w_in, in_data, in_scale, recipe.w), quantized(w_out, out_data, out_scale, recipe.w)

@@ -366,3 +366,6 @@ class PatchConvolution(RecipeLayer):
             x = torch.unflatten(used, 2 + 2 * i, (count, size))
         counts, sizes = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
         return x.permute(0, *counts, 1, *sizes).flatten(1 + rank)
+
+
+OURS: dict[Any, type[RecipeLayer]] = {nn.Linear: Linear, **dict.fromkeys(CONVOLUTIONS, PatchConvolution)}  # by theirs

@@ -257,7 +257,9 @@ class _Linear(torch.autograd.Function):
             dx = call.mm(recipe.dx, a, w_t, call.dtype)  # [T,N] @ [K,N]^T
             observe_dy(call.observer, [read_dy], [dy.shape[1]], a, recipe.dy, s_w=None, s_x=None)
         else:
-            dx = _dx(dy, g, scales, w_data, s_w, w, call) if needs_x else None
+            if needs_x:
+                dx_g = g if g is None or scales is None else rescaled(g, scales.dx)
+                dx = _dx(dy, dx_g, w_data, s_w, w, call)
             observe_dy(
                 call.observer, [dy], [dy.shape[1]], g, recipe.dy,
                 history=call.dy_history, s_w=folded_s_w, s_x=folded_s_x,
@@ -347,15 +349,7 @@ def _for_dx(w: Tensor) -> tuple[Tensor, ...]:
     return w.for_dx if isinstance(w, GatheredWeight) else ()
 
 
-def _dx(
-    dy: Tensor,
-    g: QTensor | None,
-    scales: ops.FoldedScales | None,
-    w_data: Tensor | None,
-    s_w: Tensor,
-    w: Tensor,
-    call: Call,
-) -> Tensor:
+def _dx(dy: Tensor, g: QTensor | None, w_data: Tensor | None, s_w: Tensor, w: Tensor, call: Call) -> Tensor:
     gemm, cast = call.recipe.dx, call.recipe.w
     if call.recipe.exact_backward and cast is not None:
         w_t = weight_transposed([w], w_data, s_w, cast, dy)
@@ -370,7 +364,7 @@ def _dx(
         w_t = weight_transposed([w], w_data, s_w, gemm.b, g.data)
     else:
         w_t = ops.quantize_transposed(w, gemm.b)
-    return call.mm(gemm, g if scales is None else rescaled(g, scales.dx), w_t, call.dtype)  # [T,N] @ [K,N]^T
+    return call.mm(gemm, g, w_t, call.dtype)  # [T,N] @ [K,N]^T
 
 
 def _dw(

@@ -224,9 +224,7 @@ _quantize = operation(
     runs=lambda x, cast, *rest: _has_kernel(x, cast, x.shape[1]) and (cast.by_row or rest[:2] == (None, None)),
 )(_quantize_reference)
 _quantize_stack = operation(
-    check=_check_stack,
-    like=_like_stack,
-    runs=lambda tensors, cast, stored: _has_kernel(tensors[0], cast, tensors[0].shape[1]),
+    check=_check_stack, like=_like_stack, runs=lambda stack, cast, _: _has_kernel(stack[0], cast, stack[0].shape[1])
 )(quantize_stack_reference)
 _quantize_transposed = operation(
     check=_check_transposed,
