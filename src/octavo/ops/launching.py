@@ -331,6 +331,7 @@ class Cache(NamedTuple):
 
 
 HEAD_DIM = 128  # of FP8 attention: the only one whose gradient cuDNN 9.19 has
+P_SCALE = 2.0**-8  # of its probabilities, which are at most 1; a power of two, so that it rounds nothing
 
 
 class Heads(NamedTuple):
