@@ -215,9 +215,8 @@ class _Experts(torch.autograd.Function):
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
         du, h_q, _ = ops.activation_backward(
-            dh, u, "swiglu", recipe.dy,
-            column_scale=s_in.squeeze(2), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h, biased=False,
-            group=groups.expert,
+            dh, u, "swiglu", recipe.dy, biased=False, group=groups.expert,
+            column_scale=s_in.squeeze(2), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h,
         )  # fmt: skip
         observe_group(
             call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
