@@ -62,13 +62,13 @@ def define(schema: str, function: Function, key: str = "CompositeExplicitAutogra
 
 
 class Operation(Generic[Result]):
-    """A registered operation, which `operation` makes. A call computes without the dispatcher where the result is the
-    same as through it.
+    """A registered operation, which `operation` makes of its options. A call computes without the dispatcher where the
+    result is the same as through it.
     """
 
-    def __init__(self, function: Callable[..., Result], like: Function, check: Function, runs: Function | None,
-                 inlines: Function | None, mutates: tuple[str, ...], after: bool,
-                 strided: tuple[str, ...]) -> None:  # fmt: skip
+    def __init__(self, function: Callable[..., Result], *, like: Function, check: Function = lambda *args: None,
+                 runs: Function | None = None, inlines: Function | None = None, mutates: tuple[str, ...] = (),
+                 after: bool = False, strided: tuple[str, ...] = ()) -> None:  # fmt: skip
         self.name = function.__name__.strip("_").removesuffix("_reference")
         self.kernels = function.__module__.rpartition(".")[2] if runs else ""
         self.__doc__ = function.__doc__
@@ -298,16 +298,7 @@ _launches: WeakKeyDictionary[Any, dict[tuple[Any, ...], torch.fx.GraphModule]] =
 _accesses: dict[tuple[Any, ...], Any] = {}  # to the arguments of a kernel, as PyTorch finds them
 
 
-def operation(
-    *,
-    like: Function,
-    check: Function = lambda *args: None,
-    runs: Function | None = None,
-    inlines: Function | None = None,
-    mutates: tuple[str, ...] = (),
-    after: bool = False,
-    strided: tuple[str, ...] = (),
-) -> Callable[[Callable[..., Result]], Operation[Result]]:
+def operation(**options: Any) -> Callable[[Callable[..., Result]], Operation[Result]]:
     """Register a function as the operation `octavo::` of its name, and return what calls it: always by position.
 
     The function is the reference, `NAME_reference`, or one called `_NAME` that chooses an implementation. Its signature
@@ -328,8 +319,7 @@ def operation(
         strided: the names of arguments that reference and kernel get as they are. The others are made contiguous, and
             those that are written to must be.
     """
-
-    return lambda function: Operation(function, like, check, runs, inlines, mutates, after, strided)
+    return lambda function: Operation(function, **options)
 
 
 def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:
