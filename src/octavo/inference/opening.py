@@ -82,7 +82,7 @@ def load_transformers(folder: str, device: str | torch.device, kv_cache: str, at
     if head == "rowwise":
         quantize_head(model)
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
-        accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
+        accelerate_generate(model, meta_model.context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
     return model
 
 
