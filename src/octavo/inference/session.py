@@ -177,15 +177,11 @@ class Session:
     def __init__(self, forward: Forward, batch: int, device: torch.device, captures: bool) -> None:
         self.forward, self.batch, self.device, self.captures = forward, batch, device, captures
         self.cache, self.pads = forward.cache, device.type == "cuda" and forward.row_by_row
-        self.cache.batch = batch
+        self.cache.batch, self.capacity = batch, self.cache.max_tokens
         self.passes: dict[int, Pass] = {}  # by the number of tokens
         self.pool: Any = None  # of the memory of the graphs
         with torch.inference_mode(False):
             self.first = torch.zeros(batch, dtype=torch.int32, device=device)
-
-    @property
-    def capacity(self) -> int:
-        return self.cache.max_tokens
 
     def forget_graphs(self, captures: bool) -> None:
         """Drop the graphs; `captures` says whether later passes become some."""

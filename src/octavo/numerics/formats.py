@@ -32,8 +32,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Format:
     """One number format. `dtype` is the torch dtype that holds it, of the same bits except for E2M1. `max` is the
-    largest finite number.
-    """
+    largest finite number."""
 
     name: str
     bits: int

@@ -354,8 +354,7 @@ class Turn(NamedTuple):
 
 class RowBatch:
     """Matrices [M_i, K] of one dtype and device, contiguous, one at least; M_i may be 0. Row r of matrix i is row
-    `starts[i]` + r of the batch.
-    """
+    `starts[i]` + r of the batch."""
 
     def __init__(self, matrices: Sequence[Tensor], starts: Sequence[int]) -> None:
         self.matrices, self.starts = list(matrices), list(starts)

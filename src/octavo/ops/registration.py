@@ -63,8 +63,7 @@ def define(schema: str, function: Function, key: str = "CompositeExplicitAutogra
 
 class Operation(Generic[Result]):
     """A registered operation, which `operation` makes of its options. A call computes without the dispatcher where the
-    result is the same as through it.
-    """
+    result is the same as through it."""
 
     def __init__(self, function: Callable[..., Result], *, like: Function, check: Function = lambda *args: None,
                  runs: Function | None = None, inlines: Function | None = None, mutates: tuple[str, ...] = (),
