@@ -217,15 +217,15 @@ class _Linear(torch.autograd.Function):
         if w_data is not None and w_scale is not None and recipe.w is not None:
             held = QTensor(w_data, w_scale, recipe.w.fmt, recipe.w.granularity)
         if recipe.x is not None and (shared or (needs_w and recipe.quantizes_x_once)):
-            x_q = _quantize(x, "x", recipe.x, call, call.x_history)[0]
+            x_q = _quantize(x, "x", recipe.x, call, call.x_history)
         backward_reads_w = (needs_x or needs_w) and recipe.quantizes_w_once and not _for_dx(w)
         if recipe.w is not None and (shared or backward_reads_w):
-            w_q = _quantize_w(w, recipe.w, call) if held is None else held
+            w_q = _quantize(w, "w", recipe.w, call, call.w_history) if held is None else held
         read_x, read_w, a, b = x, w, x_q, w_q
         if recipe.y is not None and not shared:
             read_x, read_w = ops.rotate(x), w if _for_dx(w) else ops.rotate(w)
-            a = _quantize(read_x, "x", recipe.y.a, call)[0]
-            b = held if _for_dx(w) else _quantize(read_w, "w", recipe.y.b, call)[0]
+            a = _quantize(read_x, "x", recipe.y.a, call)
+            b = held if _for_dx(w) else _quantize(read_w, "w", recipe.y.b, call)
         if recipe.y is None or a is None or b is None:
             y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
@@ -252,8 +252,8 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if needs_x and recipe.dx is not None and "dx" in recipe.rotate:
             read_dy = ops.rotate(dy)
-            a = _quantize(read_dy, "dy", recipe.dx.a, call)[0]
-            w_t = _quantize(ops.rotate(w.t(), dy), "w", recipe.dx.b, call)[0]
+            a = _quantize(read_dy, "dy", recipe.dx.a, call)
+            w_t = _quantize(ops.rotate(w.t(), dy), "w", recipe.dx.b, call)
             dx = call.mm(recipe.dx, a, w_t, call.dtype)  # [T,N] @ [K,N]^T
             observe_dy(call.observer, [read_dy], [dy.shape[1]], a, recipe.dy, s_w=None, s_x=None)
         else:
@@ -276,32 +276,26 @@ def _quantize_rotated(t: Tensor, cast: Cast) -> QTensor:
     return ops.quantize(ops.rotate(t.t() * scattered_signs(t.shape[0], t.device).to(t.dtype)), cast)
 
 
-def _quantize(
-    t: Tensor, operand: str, cast: Cast, call: Call, history: ScaleHistory | None = None
-) -> tuple[QTensor, Tensor | None]:
-    """Quantize x, w or dy by the scale of the history, which records its amax [1, 1], also returned.
+def _quantize(t: Tensor, operand: str, cast: Cast, call: Call, history: ScaleHistory | None = None) -> QTensor:
+    """Quantize x, w or dy by the scale of the history, which records its amax.
 
     Without a scale there, the scale is that of the tensor's own amax: of the parts that ranks have of it together.
+    Casting a weight again by the scale gives the same bytes.
     """
     is_part = call.parallel is not None and operand in call.parallel.parts and cast.granularity == TENSOR
     if history is None and not is_part:
-        return ops.quantize(t, cast), None
+        return ops.quantize(t, cast)
     if history is not None and history.ready:
         scale = history.scale
     else:
         scale = ops.quantize(t, cast).scale
         scale = call.parallel.ranks.largest(scale) if is_part else scale
     q, amax = ops.quantize_scaled(t, scale, cast)
-    if history is not None:
-        history.observe(amax)
-    return q, amax
-
-
-def _quantize_w(w: Tensor, cast: Cast, call: Call) -> QTensor:
-    """Quantize a weight so that casting it again by the scale gives the same bytes."""
-    q, amax = _quantize(w, "w", cast, call, call.w_history)
+    if history is None:
+        return q
+    history.observe(amax)
     # The bytes of a tensor that is not finite are NaN, which a scale from a history does not show.
-    return q if amax is None else replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
+    return replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan)) if operand == "w" else q
 
 
 def _by_row(gemm: Gemm | None) -> bool:
@@ -340,7 +334,7 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, call: Call)
     if cast is None or not (for_dw or (call.recipe.dx is not None and "dx" not in call.recipe.rotate)):
         return None
     if s_w is None and s_x is None:
-        return _quantize(dy, "dy", cast, call, call.dy_history)[0]
+        return _quantize(dy, "dy", cast, call, call.dy_history)
     return quantize_folded(dy, s_w, s_x, cast)
 
 
