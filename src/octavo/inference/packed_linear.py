@@ -377,7 +377,7 @@ class PackedNormLinear(_OneInput, NormLinear):
             pair = stack_adapters(adapters, stack.weights, call.dtype)
             y, total = run_fused(x, residual, norm, stack, call, pairs=(pair, NO_PAIR))
             return torch.split_with_sizes(y, stacked.sizes, -1), total
-        total, n = _normed(x, residual, norm, stacked.cast)
+        total, n = _norm(x, residual, norm, stacked.cast)
         y = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x)).view(*x.shape[:-1], -1)
         return torch.split_with_sizes(y, stacked.sizes, -1), x if residual is None else total.view(x.shape)
 
@@ -412,7 +412,7 @@ class PackedMLP(_OneInput, FusedMLP):
             return None
         if wants_gradient(x, residual, *(() if known is None else known[1:])):
             return None
-        total, n = _normed(x, residual, known, stacked.cast)
+        total, n = _norm(x, residual, known, stacked.cast)
         u = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x))  # [T,K] @ [2F,K]^T
         cast = outer.input_cast
         if cast is None:
@@ -456,9 +456,7 @@ def fuse(model: nn.Module) -> None:
             fused.stacked = stacked
 
 
-def _normed(
-    x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | None
-) -> tuple[Tensor, QTensor | Tensor]:
+def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | None) -> tuple[Tensor, QTensor | Tensor]:
     """x + residual [T, K], and its norm [T, K], cast by row if there is a cast. Without a norm, x itself twice."""
     if norm is None:
         x = rows(x)

@@ -452,12 +452,10 @@ def restore(model: nn.Module) -> list[str]:
             )
     use_bf16_attention(model)
     modules = list(model.named_modules())
-    return [
-        name for name, m in modules if restore_layer(m) or restore_experts(m) or _restore_block(m) or _undo_torchao(m)
-    ]
+    return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _undo_block(m) or _undo_torchao(m)]
 
 
-def _restore_block(module: nn.Module) -> bool:
+def _undo_block(module: nn.Module) -> bool:
     if isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules()):
         return False  # its own class cannot run layers that are parallel
     return unmix(module)

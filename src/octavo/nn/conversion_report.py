@@ -145,9 +145,7 @@ def find_coverage(model: nn.Module, computed: Collection[str], forward: ForwardP
     return _sum_up(uses.values(), embedded, forward)
 
 
-def _sum_up(
-    uses: Collection[tuple[str, str, Tensor]], embedded: Collection[int], forward: ForwardPass | None
-) -> Coverage:
+def _sum_up(uses: Collection[tuple[str, str, Tensor]], embedded: set[int], forward: ForwardPass | None) -> Coverage:
     if forward is None:
         work = {id(p): float(p.numel()) for _, kind, p in uses if _rank(kind) <= 1}
         flops = sum(work.values()) or 1

@@ -18,7 +18,7 @@ reads x and w, or with `Recipe.exact_backward` the numbers that x_q and w_q stan
 A rotated GEMM (`octavo.recipe`) quantizes its two operands for itself alone. The others read bytes without a rotation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
@@ -74,9 +74,7 @@ def _ones(data: Tensor) -> Tensor:
     return found
 
 
-def weight_transposed(
-    weights: Sequence[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor
-) -> QTensor:
+def weight_transposed(weights: list[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor) -> QTensor:
     """The bytes of one weight, or of several with row scales, stacked along N and transposed.
 
     They are the saved bytes `data`, or the weights cast again by the scale `s_w`. `after` is a tensor of the backward

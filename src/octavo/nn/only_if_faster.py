@@ -110,9 +110,7 @@ class Speedups:
     source: str
 
 
-def find_speedups(
-    recipe: Recipe, backends: Mapping[str, Backend], device: torch.device, shapes: set[Shape]
-) -> Speedups:
+def find_speedups(recipe: Recipe, backends: dict[str, Backend], device: torch.device, shapes: set[Shape]) -> Speedups:
     """The speedup of `recipe` over BF16 on `device`, whose GEMMs run on `backends`, for each (M, K, N) of `shapes`.
 
     Shapes that no table has are timed now, and the times are stored. Under `torchrun` each rank decides for itself. For

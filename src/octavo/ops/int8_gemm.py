@@ -44,12 +44,18 @@ def int8_mm(
 
 
 def int8_mm_reference(
-    a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
         sums = a.double() @ b.double().t()  # [M,K] @ [N,K]^T
-    y = sums.float() * s_a * s_b.t()
-    y = (y if bias is None else y + bias).to(dtype)
+    y = sums.float() * scale_a * scale_b.t()
+    y = (y if bias is None else y + bias).to(out_dtype)
     return y if residual is None else y + residual
 
 

@@ -139,19 +139,15 @@ def _backward_kernel(
 BLOCK = 32
 
 
-def sum_columns(partials: Tensor, sums: Tensor, more_sums: Tensor | None = None) -> None:
+def sum_columns(partials: Tensor, sums: Tensor, others: Tensor | None = None) -> None:
     """Write the sums of the columns of `partials` [P, N], float32 and contiguous, always added in the same order, into
-    `sums` [N_1] and `more_sums` [N - N_1], of any float dtype."""
+    `sums` [N_1] and `others` [N - N_1], of any float dtype."""
     p, n = partials.shape
-    launcher(_sum_kernel, (cdiv(n, BLOCK),))(
-        partials, sums, more_sums, p, n, sums.shape[0], BLOCK_M=BLOCK, BLOCK_N=BLOCK
-    )
+    launcher(_sum_kernel, (cdiv(n, BLOCK),))(partials, sums, others, p, n, sums.shape[0], BLOCK_M=BLOCK, BLOCK_N=BLOCK)
 
 
 @triton.jit
-def _sum_kernel(
-    partials_ptr, sums_ptr, more_sums_ptr, M, N, SPLIT, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def _sum_kernel(partials_ptr, sums_ptr, others_ptr, M, N, SPLIT, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -160,6 +156,6 @@ def _sum_kernel(
         acc += tl.load(partials_ptr + (start + offs_m)[:, None] * N + offs_n[None, :], mask, other=0.0)
     total = tl.sum(acc, 0)
     tl.store(sums_ptr + offs_n, total.to(sums_ptr.dtype.element_ty), offs_n < SPLIT)
-    if more_sums_ptr is not None:
+    if others_ptr is not None:
         mask = (offs_n >= SPLIT) & (offs_n < N)
-        tl.store(more_sums_ptr + offs_n - SPLIT, total.to(more_sums_ptr.dtype.element_ty), mask)
+        tl.store(others_ptr + offs_n - SPLIT, total.to(others_ptr.dtype.element_ty), mask)
