@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import octavo
 from octavo.nn import Experts, GroupedLinear
 from octavo.nn.conversion import find_experts, select_experts, to_fp8_experts
-from octavo.nn.linear import Linear, convert_layer
+from octavo.nn.linear import Linear
 from octavo.numerics import Cast, group
 from octavo.ops import dispatch as backend
 from octavo.recipe import BLOCK_X, Gemm, Recipe, blockwise, groupwise, mxfp8, rowwise
@@ -295,10 +295,10 @@ def test_each_group_has_the_bits_of_a_dense_layer(sizes, dtype, recipe):
         if rows.stop == rows.start:
             assert not experts.weight.grad[e].any()
             continue
-        dense = nn.Linear(K, N, bias=False, dtype=dtype)
+        dense = Linear(K, N, bias=False, recipe=recipe, dtype=dtype)
         dense.weight.data = experts.weight.data[e]
         alone = x.detach()[rows].requires_grad_()
-        expected = convert_layer(dense, Linear, recipe, "dense")(alone)
+        expected = dense(alone)
         expected.backward(dy[rows])
         assert torch.equal(y[rows], expected)
         assert torch.equal(x.grad[rows], alone.grad)

@@ -350,11 +350,11 @@ def test_medians_of_calls_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_layers_compile_once_for_every_size(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compilations = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compilations))
-    layer = lookup.convert_layer(nn.Linear(1, 1, bias=False), lookup.Linear, get_recipe(recipe), "measured")
+    layer = lookup.Linear(1, 1, bias=False, recipe=get_recipe(recipe))
     forward = lookup.compiled(layer)
     for m, k, n in [(32, 48, 64), (48, 64, 32), (96, 80, 112), (32, 32, 32), (64, 32, 32)]:
         x, w = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16, requires_grad=True)
-        expected = lookup.convert_layer(nn.Linear(k, n, bias=False), lookup.Linear, get_recipe(recipe), "measured")
+        expected = lookup.Linear(k, n, bias=False, recipe=get_recipe(recipe))
         expected.weight = nn.Parameter(w.detach())
         assert torch.equal(forward(x, w), expected(x))
     assert compilations.frame_count == 1

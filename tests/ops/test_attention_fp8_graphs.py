@@ -54,16 +54,16 @@ class Graph:
         x = {name: slot.at(pointers) for name, slot in self.given.items() if isinstance(slot, Slot)}
         scales = {name.removeprefix("descale_"): t.view(1) for name, t in x.items() if name.startswith("descale")}
         scales |= {name.removeprefix("scale_"): 1 / t.view(1) for name, t in x.items() if name.startswith("scale")}
-        heads, rest = Heads(x["q"], x["k"], x["v"]), (float(scales["s"]), self.given["attn_scale"], torch.float32)
+        heads, rest = Heads(x["q"], x["k"], x["v"]), (self.given["attn_scale"], torch.float32)
+        assert scales["s"] == op.P_SCALE
         if "dO" not in x:
             _, o, stats = op.attend_reference(heads, scales, *rest)
             results = [o.transpose(1, 2), stats.unsqueeze(3)]
         else:
             assert x["dO"].shape[3] == 128  # the only heads whose gradient cuDNN has
             dy, o = (x[name].transpose(1, 2) for name in ("dO", "o"))
-            *found, amax = op.attend_backward_reference(dy, heads, o, x["stats"].squeeze(3), scales, *rest)
-            named = zip(found, ("dQ", "dK", "dV"), strict=True)
-            results = [*((g / scales[name]).transpose(1, 2) for g, name in named), *amax]
+            *made, amax = op.attend_backward_reference(dy, heads, o, x["stats"].squeeze(3), scales, *rest)
+            results = [*((g / scales[n]).transpose(1, 2) for g, n in zip(made, ("dQ", "dK", "dV"), strict=True)), *amax]
         for slot, result in zip(self.results, results, strict=False):
             slot.at(pointers).copy_(result)
 

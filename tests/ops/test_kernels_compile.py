@@ -81,7 +81,7 @@ def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -
         kernel.device_caches.clear()
         return lambda *args, **constants: compiled.append(kernel.warmup(*args, grid=grid, **constants))
 
-    for each in ("device_math", "gemm", module.__name__.rpartition(".")[2]):  # others launch kernels of the first two
+    for each in ("norm", "gemm", module.__name__.rpartition(".")[2]):  # others launch kernels of the first two
         monkeypatch.setattr(import_module(f"octavo.ops.kernels.{each}"), "launcher", launcher)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 128, raising=False)
     monkeypatch.setattr(module, "shared_memory", lambda device: compiled.limit, raising=False)

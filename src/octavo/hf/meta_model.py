@@ -21,14 +21,7 @@ from octavo.checkpoint.files import WIDE, ArtifactError, ShardReader, check_expe
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, without_code
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import OTHER_NAMES, SCALE_NAME, WEIGHT_DTYPES
-from octavo.hf.stored_tensors import (
-    DequantizedReader,
-    ExpertFiles,
-    ExpertReader,
-    config_as_opt,
-    open_tensors,
-    transformers_names,
-)
+from octavo.hf.stored_tensors import DequantizedReader, ExpertFiles, ExpertReader, config_as_opt, open_tensors
 from octavo.models import build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
@@ -39,7 +32,6 @@ DESCRIPTION = "a description that a model can be built from: mend the setting, o
 UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
 POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions", "seq_length")  # the last of Bloom
 _FEW = 1000  # layers, or experts of a layer: no more are counted against the tensors, of which one may hold many
-_NONE_STACKED = ExpertFiles(nn.Module())
 
 
 # ---- What a model takes: token ids, images, or the spectrograms of sounds.
@@ -156,8 +148,7 @@ def model_outputs(
     if isinstance(result, Tensor):
         return result.float()
     hidden = None if logits else getattr(result, "last_hidden_state", None)
-    chosen: Tensor = result.logits if hidden is None else hidden  # some classifiers have no part below their head
-    return chosen.float()
+    return (result.logits if hidden is None else hidden).float()  # some classifiers have no part below their head
 
 
 def _rounding_cache(rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]]) -> Any:
@@ -207,7 +198,7 @@ class MetaModel:
     model: nn.Module
     config: Mapping[str, Any]  # the parsed config.json; of a GPT-2 of transformers, that of the OPT it is read as
     positions: int  # the number of tokens that the model can see; `UNLIMITED` if it states none
-    experts: ExpertFiles = _NONE_STACKED  # the names of its tensors in files
+    experts: ExpertFiles  # the names of its tensors in files
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -278,7 +269,8 @@ def our_meta_model(config: Mapping[str, Any]) -> MetaModel | None:
     if found is None:
         return None
     with torch.device("meta"):
-        return MetaModel(build(found).to(UNQUANTIZED_DTYPE).eval(), config, found.context)
+        model = build(found).to(UNQUANTIZED_DTYPE).eval()
+    return MetaModel(model, config, found.context, ExpertFiles(model))
 
 
 def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
@@ -459,10 +451,12 @@ class RenamedReader(ShardReader):
     """The tensors of another reader by their names in a model of transformers; by their own if two had one name."""
 
     def __init__(self, reader: ShardReader, model: nn.Module) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import rename_source_key
+
         self.folder, self._reader = reader.folder, reader
-        loading, mapping = transformers_names()
-        rules = [rule for rule in mapping.get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
-        self._from = {loading.rename_source_key(name, rules, [])[0]: name for name in reader.specs}
+        rules = [rule for rule in get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
+        self._from = {rename_source_key(name, rules, [])[0]: name for name in reader.specs}
         if len(self._from) < len(reader.specs):
             self._from = {name: name for name in reader.specs}
         # The files name a tensor by any of its names, and a model by the first: XLM-RoBERTa's is that of the head.
@@ -523,7 +517,6 @@ def quiet_transformers() -> Iterator[None]:
 # answer.
 
 
-_TOKENS = 8
 _TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, the effect of attention about 1e-3
 
 
@@ -533,7 +526,7 @@ def is_causal(model: nn.Module, vocabulary: int) -> bool:
     evaluation mode, on one sequence of 8 tokens below `vocabulary`. Call this before `octavo.convert`: the model must
     compute in float32, and quantization with one scale for a tensor makes every logit depend on every token."""
     device = next(model.parameters()).device
-    tokens = torch.arange(_TOKENS, device=device)[None] % vocabulary  # [1, T]
+    tokens = torch.arange(8, device=device)[None] % vocabulary  # [1, T]
     other = tokens.clone()
     other[0, -1] = (tokens[0, -1] + vocabulary // 2) % vocabulary
     training = model.training

@@ -217,8 +217,7 @@ def write_model(
             progress(done, len(source.specs), doing)
 
     with whole_folder(out) as partial:
-        current = {key: value for key, value in config.items() if key != "torch_dtype"}  # an older name of dtype
-        write_config(partial, current)
+        write_config(partial, {key: v for key, v in config.items() if key != "torch_dtype"})  # an older name of dtype
         copy_description(source.description, partial)
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": source.origin.name}
         checksums = write_shards(partial, specs, tensors(), metadata)

@@ -89,13 +89,15 @@ class ExpertFiles:
 
     def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
         """One stack, made of its parts, which `get` reads."""
-        loading, mapping = transformers_names()
-        rules = mapping.get_model_conversion_mapping(self._model)
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import rename_source_key
+
+        rules = get_model_conversion_mapping(self._model)
         converters = [rule for rule in rules if hasattr(rule, "operations")]
         renamings = [rule for rule in rules if not hasattr(rule, "operations")]
         converter: Any = None
         for part in self.parts[name]:
-            renamed, pattern = loading.rename_source_key(part, renamings, converters)
+            renamed, pattern = rename_source_key(part, renamings, converters)
             if converter is None:
                 converter = copy.deepcopy(next(c for c in converters if pattern in c.source_patterns))
             converter.add_tensor(renamed, part, pattern, get(part))
@@ -117,8 +119,9 @@ class ExpertFiles:
         return read, [*(name for name in self.stacks if name in whole), *files]
 
     def _revert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        loading, _ = transformers_names()
-        return loading.revert_weight_conversion(self._model, {name: tensor})
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._model, {name: tensor})
 
     def file_name(self, name: str) -> str:
         """The name in the files of a tensor of the model that is no stack, or of a layer's scale."""
@@ -190,12 +193,6 @@ class AdaptedReader(ShardReader):
             return None
         b, a = (self._adapters.get(each).float() for each in self._pairs[name])
         return b @ a * self._factor  # [N,r] @ [r,K]
-
-
-def transformers_names() -> tuple[Any, Any]:
-    from transformers import conversion_mapping, core_model_loading
-
-    return core_model_loading, conversion_mapping
 
 
 # ---- A GPT-2 of transformers, read as OPT.

@@ -347,21 +347,14 @@ def parts_of(model: nn.Module) -> list[Any]:
     return parts
 
 
-def open_engine(
-    model: Any,
-    *,
-    context: int,
-    tokens: int,
-    kv_cache: str = AUTO,
-    kv_scales: Pairs | None = None,
-    attention: str = "bf16",
-) -> Engine:
-    """An `Engine` for texts of up to `tokens` tokens, prompt included, which may exceed the context.
+def open_engine(model: Any, *, context: int, tokens: int, **settings: Any) -> Engine:
+    """An `Engine` for texts of up to `tokens` tokens, prompt included, which may exceed the context. The `settings` are
+    its other arguments.
 
     With `kv_cache="auto"`, transformers' own cache serves models and lengths that ours does not: a text longer than the
     sliding window of the model, for example. Otherwise these raise an UnservedError.
     """
-    engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
+    engine = Engine(model, context=context, **settings)
     try:
         make_forward(model, 1, engine.dtype, engine.scales)
         served = engine.asked or engine.limit >= min(context, tokens)

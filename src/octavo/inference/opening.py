@@ -82,7 +82,7 @@ def load_transformers(folder: str, device: str | torch.device, kv_cache: str, at
     if head == "rowwise":
         quantize_head(model)
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
-        accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
+        accelerate_generate(model, meta_model.context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
     return model
 
 
@@ -129,7 +129,7 @@ def fill(
     matrices = [name for name in meta_model.experts.experts if dtypes.get(name) == EXPERT_DTYPE]  # of stacks, in FP8
     packing = read_packing(meta_model.config, [*disks, *matrices], where, plain)
     experts = ExpertLoading(meta_model, packing, matrices, device)
-    model, kv_scales = _filled(meta_model, packing, reader, experts, device, kv_cache)
+    model, kv_scales = _filled(meta_model, packing, reader, experts, kv_cache)
     _check_scales(model, folder)
     use_formats_of(model, device)
     if is_gpu(device):  # a CPU emulates every scheme
@@ -143,20 +143,15 @@ def fill(
 
 
 def _filled(
-    meta_model: MetaModel,
-    packing: Packing,
-    reader: ShardReader,
-    experts: ExpertLoading,
-    device: torch.device,
-    kv_cache: str,
+    meta_model: MetaModel, packing: Packing, reader: ShardReader, experts: ExpertLoading, kv_cache: str
 ) -> tuple[nn.Module, KvScales]:
     """The model with the tensors of the files. At the end, it alone holds them: fusion copies some, and frees them."""
     folder, disks, files = reader.folder, meta_model.linears(), meta_model.experts
     kept = [name for name in meta_model.kept_wide(disks) if name in packing.schemes]
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, folder / "config.json"))
     # The stacks of experts need room beside their parts, which a GPU may lack.
-    place = torch.device("cpu") if files.stacks else device
-    with compile_meanwhile(meta_model, packing, folder, device, kv_cache):
+    place = torch.device("cpu") if files.stacks else experts.device
+    with compile_meanwhile(meta_model, packing, folder, experts.device, kv_cache):
         tensors = _read_tensors(packing, reader, place)
     for name in (*kept, *experts.wide):  # `check_tensors` names a weight or a scale that is missing
         weight, scale = (tensors.get(f"{name}.{leaf}") for leaf in ("weight", SCALE_NAME))
@@ -275,7 +270,7 @@ class ExpertLoading:
     """
 
     def __init__(self, meta_model: MetaModel, packing: Packing, names: Sequence[str], device: torch.device) -> None:
-        self._model, self._files, self._device = meta_model.model, meta_model.experts, device
+        self._model, self._files, self.device = meta_model.model, meta_model.experts, device
         self._parts = self._files.stacks
         self._stacks: dict[str, Scheme] = {}  # of those in FP8, by their names in the model
         self.required: dict[str, Tensor] = {}
@@ -310,7 +305,7 @@ class ExpertLoading:
             tensors = scheme.tensors(self._rows(stack, weight), weight.shape[2])
             self.required |= {f"{part}.{leaf}": t for part in self._parts[stack] for leaf, t in tensors.items()}
             layers.append(PackedGroupedLinear(weight, scheme))
-            if expert_input_cast(scheme, weight, self._device) != scheme.inputs and name not in weight_only:
+            if expert_input_cast(scheme, weight, self.device) != scheme.inputs and name not in weight_only:
                 weight_only.append(name)
         self._model.set_submodule(name, PackedExperts(*layers))
         return []
@@ -339,7 +334,7 @@ class ExpertLoading:
         """That experts were measured to be slower than BF16 on the device; "" if not, or if nothing is known."""
         for stack, scheme in self._stacks.items():  # the first of a module is that of gate and up
             weight: Any = self._model.get_submodule(stack).weight
-            if note := slower_experts_note(scheme, (weight.shape[1], weight.shape[2]), self._device):
+            if note := slower_experts_note(scheme, (weight.shape[1], weight.shape[2]), self.device):
                 return note
         return ""
 

@@ -66,14 +66,9 @@ class PackedProduct(torch.autograd.Function):
 
 def input_gradient(dy: Tensor, w: QTensor, weight_only: bool) -> Tensor:
     """dx [T, K] of dy [T, N] and the packed weight w [N, K], in the dtype of dy."""
-    if weight_only or w.format.name != "e4m3":
+    if weight_only or w.format.name != "e4m3" or not (w.granularity.outer or w.granularity.transposes):
         return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
     if w.granularity == TENSOR:
         w = QTensor(w.data, w.scale.expand(len(w.data), 1).contiguous(), w.format, ROW)
-    if w.granularity == ROW:
-        g = quantize_folded(dy, w.scale, None, ROW_X)
-    elif w.granularity.transposes:
-        g = quantize(dy, BLOCK_X)
-    else:
-        return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
+    g = quantize_folded(dy, w.scale, None, ROW_X) if w.granularity == ROW else quantize(dy, BLOCK_X)
     return scaled_mm(g, transposed(w), out_dtype=dy.dtype, fast_accumulation=True)  # [T,N] @ [K,N]^T

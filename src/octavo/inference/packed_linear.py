@@ -37,16 +37,10 @@ from octavo.nn.module_tools import (
     watched,
 )
 from octavo.numerics import Cast, QTensor, scale_from_amax
-from octavo.ops import (
-    activation_quantize,
-    norm_quantize_inference,
-    quantize,
-    quantize_scaled,
-    scaled_mm,
-    weight_only_mm,
-)
+from octavo.ops import activation_quantize, norm_quantize_inference, quantize, quantize_scaled, scaled_mm
 from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
 from octavo.ops.int8_gemm import int8_mm
+from octavo.ops.weight_only import weight_only_mm
 from octavo.util import cache_argument, plural
 
 
@@ -80,7 +74,7 @@ class PackedLinear(PackedModule):
     bias: Tensor | None
     _known: tuple[Tensor, Tensor, QTensor] | None = None
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme, name: str = "") -> None:
+    def __init__(self, linear: Any, scheme: Scheme, name: str = "") -> None:
         super().__init__()
         self.name = name
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
@@ -187,8 +181,7 @@ def packed_product(
 def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
     """Replace each named linear layer by an empty `PackedLinear` of its scheme."""
     for name, scheme in packed.items():
-        linear: Any = model.get_submodule(name)
-        model.set_submodule(name, PackedLinear(linear, scheme, name))
+        model.set_submodule(name, PackedLinear(model.get_submodule(name), scheme, name))
 
 
 def quantize_head(model: Any) -> None:
@@ -384,7 +377,7 @@ class PackedNormLinear(_OneInput, NormLinear):
             pair = stack_adapters(adapters, stack.weights, call.dtype)
             y, total = run_fused(x, residual, norm, stack, call, pairs=(pair, NO_PAIR))
             return torch.split_with_sizes(y, stacked.sizes, -1), total
-        total, n = _normed(x, residual, norm, stacked.cast)
+        total, n = _norm(x, residual, norm, stacked.cast)
         y = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x)).view(*x.shape[:-1], -1)
         return torch.split_with_sizes(y, stacked.sizes, -1), x if residual is None else total.view(x.shape)
 
@@ -419,7 +412,7 @@ class PackedMLP(_OneInput, FusedMLP):
             return None
         if wants_gradient(x, residual, *(() if known is None else known[1:])):
             return None
-        total, n = _normed(x, residual, known, stacked.cast)
+        total, n = _norm(x, residual, known, stacked.cast)
         u = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x))  # [T,K] @ [2F,K]^T
         cast = outer.input_cast
         if cast is None:
@@ -438,10 +431,8 @@ class PackedMLP(_OneInput, FusedMLP):
         if not self.stacked.trains or not reads(adapters, known, compute_dtype(x)):
             return None
         (last, call), stack = found, self.stacked.stack()
-        pairs = (
-            stack_adapters(adapters[:-1], stack.weights, call.dtype),
-            stack_adapters(adapters[-1:], last.weights, call.dtype),
-        )
+        inner_pair = stack_adapters(adapters[:-1], stack.weights, call.dtype)
+        pairs = inner_pair, stack_adapters(adapters[-1:], last.weights, call.dtype)
         return run_fused(x, residual, known, stack, call, pairs=pairs, activation=self.activation, outer=last)
 
     def _last(self, h: QTensor | Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -465,9 +456,7 @@ def fuse(model: nn.Module) -> None:
             fused.stacked = stacked
 
 
-def _normed(
-    x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | None
-) -> tuple[Tensor, QTensor | Tensor]:
+def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | None) -> tuple[Tensor, QTensor | Tensor]:
     """x + residual [T, K], and its norm [T, K], cast by row if there is a cast. Without a norm, x itself twice."""
     if norm is None:
         x = rows(x)
@@ -494,8 +483,7 @@ def _normed(
 
 def serve_attention(model: nn.Module) -> None:
     """Make the attention modules of known classes in `model` a `ServedAttention`; idempotent."""
-    served: Any
-    for served in list(model.modules()):
+    for served in list[Any](model.modules()):
         if not isinstance(served, ServedAttention) and is_fusable(type(served).__name__, "Attention"):
             served.__class__ = mix_classes(ServedAttention, type(served))
             served.cache_argument = cache_argument()

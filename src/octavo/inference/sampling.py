@@ -108,7 +108,6 @@ def draw(scores: Tensor, random: torch.Generator | None = None) -> Tensor:
 # the tokenizer decodes them as it does in the text.
 
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _FEW, _MANY = range(8, 20), 32  # tokens that are decoded after each new one: at least, and usually at most
 
 
@@ -126,7 +125,7 @@ class TextStream:
         """The text that the token completes; often a few characters, possibly none."""
         self.ids.append(token)
         self.text = self.tokenizer.decode(self.ids)
-        piece = self._give(len(self.text.rstrip(_INCOMPLETE)))
+        piece = self._give(len(self.text.rstrip("\N{REPLACEMENT CHARACTER}")))
         if len(self.ids) > _MANY and self.shown == len(self.text):
             self._forget()
         return piece

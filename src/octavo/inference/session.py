@@ -154,6 +154,7 @@ def first_tokens(prompts: Prompts) -> Tensor:
 PIECE = 8192  # tokens of all rows that a prompt's forward pass takes at a time: they set the peak of memory
 SHORT = 2048  # tokens of all rows, padding included, of a prompt that is captured
 FEWEST = 64  # tokens that a prompt is padded to
+capture_stream = cache(torch.cuda.Stream)  # of a device, for all graphs: cuBLAS keeps a workspace for each stream
 
 
 class Pass:
@@ -176,15 +177,11 @@ class Session:
     def __init__(self, forward: Forward, batch: int, device: torch.device, captures: bool) -> None:
         self.forward, self.batch, self.device, self.captures = forward, batch, device, captures
         self.cache, self.pads = forward.cache, device.type == "cuda" and forward.row_by_row
-        self.cache.batch = batch
+        self.cache.batch, self.capacity = batch, self.cache.max_tokens
         self.passes: dict[int, Pass] = {}  # by the number of tokens
         self.pool: Any = None  # of the memory of the graphs
         with torch.inference_mode(False):
             self.first = torch.zeros(batch, dtype=torch.int32, device=device)
-
-    @property
-    def capacity(self) -> int:
-        return self.cache.max_tokens
 
     def forget_graphs(self, captures: bool) -> None:
         """Drop the graphs; `captures` says whether later passes become some."""
@@ -303,12 +300,6 @@ class Session:
         finally:
             self.cache.set_host_count(before)
             current.wait_stream(stream)
-
-
-@cache
-def capture_stream(device: torch.device) -> Any:
-    """The stream on which graphs are captured: cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 # ---- The room of a cache, and whether the memory of the device suffices for it.

@@ -219,17 +219,10 @@ def register_attention() -> None:
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The function that transformers calls; returns [B, T, H, D]."""
-    if dropout or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+    if kwargs.get("dropout") or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise UnservedError("the attention 'octavo' has no dropout, no softcap and no sinks: use 'sdpa' or 'eager'")
     if attention_mask is not None and (attention_mask.dtype, *attention_mask.shape[1:]) != (torch.int32, 1, 1, 1):
         raise ValueError(
@@ -237,7 +230,7 @@ def _attention(
             "keys: use 'sdpa' or 'eager'"
         )
     first = None if attention_mask is None else attention_mask.flatten()
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    scale = query.shape[3] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     if isinstance(key, Appended):
         y = key.attend(query, first, scale)
     elif key.shape[2] == query.shape[2]:  # no cache

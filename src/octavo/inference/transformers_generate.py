@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import MaxLengthCriteria
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from octavo.inference.engine import AUTO, Choose, Engine, Stop
-from octavo.inference.kv_cache import Pairs, UnservedError
+from octavo.inference.engine import Choose, Engine, Stop
+from octavo.inference.kv_cache import UnservedError
 from octavo.inference.sampling import draw
 from octavo.inference.session import first_tokens, read_prompts
 from octavo.inference.transformers_cache import CACHE
@@ -30,15 +30,13 @@ KNOWN = {
 }  # fmt: skip
 
 
-def accelerate_generate(
-    model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None, attention: str = "bf16"
-) -> None:
+def accelerate_generate(model: Any, context: int, **settings: Any) -> None:
     """Let `model.generate` of a model of transformers run on an `Engine` of these settings. The class keeps its name.
 
     If the cache does not serve the model's attention, `generate` runs on transformers' own loop. Where `kv_cache` names
     a dtype, it raises an UnservedError instead.
     """
-    model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
+    model.octavo_engine = Engine(model, context=context, **settings)
     model.octavo_notices = set()
     model.__class__ = mix_classes(Accelerated, type(model))
 

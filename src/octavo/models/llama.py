@@ -113,8 +113,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     are [T, d], or [B or 1, T, d]."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same for all heads
     low, high = x.float().chunk(2, dim=-1)
-    turned = torch.cat((low, high), dim=-1) * cos + torch.cat((-high, low), dim=-1) * sin
-    return turned.to(x.dtype)
+    return (torch.cat((low, high), dim=-1) * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
 
 
 def has_kernel(q: Tensor) -> bool:
@@ -180,8 +179,7 @@ class Block(nn.Module):
         (q, k, v), x = self.qkv(x, delta)
         if v.requires_grad:
             v = v.contiguous()  # attention saves v for backward: a view would hold all of q, k and v
-        attended = self.self_attn(q, k, v, cos, sin, cache)
-        delta, x = self.mlp(x, self.post_attention_layernorm, attended)
+        delta, x = self.mlp(x, self.post_attention_layernorm, self.self_attn(q, k, v, cos, sin, cache))
         return x, self.dropout(delta)
 
 

@@ -186,8 +186,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             content = parse_object(path.read_bytes(), str(path))
             if is_bytes(content):
                 return ByteTokenizer()
-            characters = characters_of(content)
-            return BpeTokenizer.load(folder) if characters is None else CharacterTokenizer(characters)
+            characters = "".join(content["model"].get("vocab") or ())
+            ours = content == character_json(characters)
+            return CharacterTokenizer(characters) if ours else BpeTokenizer.load(folder)
     if (Path(folder) / "tokenizer_config.json").is_file():
         return HuggingFaceTokenizer(folder)
     raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
@@ -268,12 +269,6 @@ def character_json(characters: str) -> dict[str, Any]:
     # The unknown token is longer than a character and not in the vocabulary, so that an unknown character is an error.
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
     return describe_tokenizer(every, {"type": "Fuse"}, model)
-
-
-def characters_of(content: dict[str, Any]) -> str | None:
-    """The characters of a tokenizer.json that `character_json` made; None for any other."""
-    characters = "".join(content["model"].get("vocab") or ())
-    return characters if content == character_json(characters) else None
 
 
 # ---- Characters as tokens: every distinct character of the training text has an id; every other one is an error.

@@ -27,9 +27,6 @@ from octavo.ops.dispatch import GRADIENT_TILE
 # The attention itself is PyTorch's `scaled_dot_product_attention`, or a softmax where the weights are asked for.
 
 
-_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-
 def is_convertible(module: nn.MultiheadAttention) -> bool:
     """True if `module`, converted or not, can be converted: no subclass, and no keys of its own."""
     own_keys = module.bias_k is not None or module.add_zero_attn
@@ -38,7 +35,8 @@ def is_convertible(module: nn.MultiheadAttention) -> bool:
 
 def input_weights(module: Any) -> dict[str, nn.Parameter]:
     """The weights of the projections of query, key and value by name: one parameter [3E, E], or three."""
-    names = ("in_proj_weight",) if module.in_proj_weight is not None else _SEPARATE
+    separate = "q_proj_weight", "k_proj_weight", "v_proj_weight"
+    names = ("in_proj_weight",) if module.in_proj_weight is not None else separate
     return {name: getattr(module, name) for name in names}
 
 

@@ -25,27 +25,8 @@ from octavo.nn.attention_layers import (
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossHead, LossModel, find_loss, join_loss
-from octavo.nn.fused_modules import (
-    SILU,
-    DecoderLayer,
-    FusedModule,
-    NormLinear,
-    SwiGLU,
-    fuse_blocks,
-    mark_saved_inputs,
-)
-from octavo.nn.linear import (
-    CONVOLUTIONS,
-    Conv1D,
-    Linear,
-    PatchConvolution,
-    RecipeLayer,
-    convert_layer,
-    gemm_shape,
-    is_gemm,
-    reads_image,
-    restore_layer,
-)
+from octavo.nn.fused_modules import SILU, DecoderLayer, FusedModule, NormLinear, SwiGLU, fuse_blocks, mark_saved_inputs
+from octavo.nn.linear import CONVOLUTIONS, OURS, Conv1D, RecipeLayer, convert_layer, is_gemm, reads_image, restore_layer
 from octavo.nn.module_tools import (
     check_initialized,
     check_module,
@@ -241,8 +222,7 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
 # ---- The modules that `convert` can change: linear layers, attention, convolutions that are products, and experts.
 
 
-_OURS: dict[Any, type[RecipeLayer]] = {nn.Linear: Linear, nn.MultiheadAttention: MultiheadAttention}
-_OURS |= dict.fromkeys(CONVOLUTIONS, PatchConvolution)
+_OURS = OURS | {nn.MultiheadAttention: MultiheadAttention}
 
 
 def weights_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:
@@ -251,7 +231,9 @@ def weights_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:
         return {weight: tuple(p.shape) for weight, p in stacks_of(name, module).items()}
     if isinstance(module, nn.MultiheadAttention):
         return {f"{name}.{leaf}".lstrip("."): (len(w), w.shape[1]) for leaf, w in input_weights(module).items()}
-    return {name: gemm_shape(module) if isinstance(module, CONVOLUTIONS) else shape_of(module)}
+    if isinstance(module, CONVOLUTIONS):
+        return {name: (module.out_channels, module.weight[0].numel())}
+    return {name: shape_of(module)}
 
 
 def _rows(layers: Sequence[SelectedLayer]) -> tuple[Row, ...]:
@@ -275,17 +257,13 @@ def select_products(model: nn.Module, skip: Sequence[str]) -> list[SelectedLayer
     """The attention of `model`, and its convolutions that are matrix products."""
     selected = []
     for name, module in model.named_modules():
-        if _is_product(module):
+        known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
+        if known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False)):
             image = isinstance(module, CONVOLUTIONS) and reads_image(module)
             reason = "it reads the image, whose rounding raises the loss of diffusion" if image else ""
             by_name = (skipped_by_name(name, n, k, skip) for n, k in weights_of(name, module).values())
             selected.append(SelectedLayer(name, module, next(filter(None, by_name), reason)))
     return selected
-
-
-def _is_product(module: nn.Module) -> bool:
-    known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
-    return known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
 
 
 def follow_attention(rows: Sequence[Row], products: Sequence[SelectedLayer]) -> tuple[Row, ...]:
@@ -474,12 +452,10 @@ def restore(model: nn.Module) -> list[str]:
             )
     use_bf16_attention(model)
     modules = list(model.named_modules())
-    return [
-        name for name, m in modules if restore_layer(m) or restore_experts(m) or _restore_block(m) or _undo_torchao(m)
-    ]
+    return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _undo_block(m) or _undo_torchao(m)]
 
 
-def _restore_block(module: nn.Module) -> bool:
+def _undo_block(module: nn.Module) -> bool:
     if isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules()):
         return False  # its own class cannot run layers that are parallel
     return unmix(module)

@@ -145,9 +145,7 @@ def find_coverage(model: nn.Module, computed: Collection[str], forward: ForwardP
     return _sum_up(uses.values(), embedded, forward)
 
 
-def _sum_up(
-    uses: Collection[tuple[str, str, Tensor]], embedded: Collection[int], forward: ForwardPass | None
-) -> Coverage:
+def _sum_up(uses: Collection[tuple[str, str, Tensor]], embedded: set[int], forward: ForwardPass | None) -> Coverage:
     if forward is None:
         work = {id(p): float(p.numel()) for _, kind, p in uses if _rank(kind) <= 1}
         flops = sum(work.values()) or 1
@@ -177,9 +175,7 @@ def _sum_up(
     left.sort(key=lambda entry: (-entry.flops, -entry.share))
     shares = [sizes[kind] / total for kind in (_COMPUTED, _EMBEDDING, _OTHER)]
     in_fp8 = sum(work[id(p)] for _, kind, p in uses if kind == _COMPUTED) / flops
-    activations = None  # such as attention
-    if forward is not None:
-        activations = sum(each.flops for each in forward.operations if not each.weight) / flops
+    activations = None if forward is None else sum(each.flops for each in forward.operations if not each.weight) / flops
     return Coverage(sum(sizes.values()), shares[0], tuple(left), shares[1], shares[2], in_fp8, activations)
 
 

@@ -99,12 +99,11 @@ def update_scales(model: nn.Module) -> None:
         >>> octavo.scales.update_scales(model)
     """
     check_module(model, "update_scales")
-    found = [history for _, history in histories(model)]
-    if not found:
-        return
     groups: dict[tuple[Cast, History], list[ScaleHistory]] = {}
-    for history in found:
+    for _, history in histories(model):
         groups.setdefault((history.cast, history.rule), []).append(history)
+    if not groups:
+        return
     found = [history for group in groups.values() for history in group]
     amax = torch.stack([history.pending for history in found])
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))

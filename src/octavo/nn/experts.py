@@ -176,16 +176,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: Call,
-        recipe: FusableRecipe,
-        x: Tensor,
-        weight: Tensor,
-        w_in: Tensor,
-        w_out: Tensor,
-        *others: Any,
+        ctx: Any, call: Call, recipe: FusableRecipe, x: Tensor, weight: Tensor, w_in: Tensor, w_out: Tensor, *rest: Any
     ) -> Tensor:
-        slot, row, offsets, in_data, in_scale, out_data, out_scale = others
+        slot, row, offsets, in_data, in_scale, out_data, out_scale = rest
         x_q, token = ops.quantize(x, recipe.x), slot // row.shape[1]
         n_q = rows_of(x_q, token)  # [M,K]
         in_q, out_q = quantized(w_in, in_data, in_scale, recipe.w), quantized(w_out, out_data, out_scale, recipe.w)
@@ -222,9 +215,8 @@ class _Experts(torch.autograd.Function):
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
         du, h_q, _ = ops.activation_backward(
-            dh, u, "swiglu", recipe.dy,
-            column_scale=s_in.squeeze(2), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h, biased=False,
-            group=groups.expert,
+            dh, u, "swiglu", recipe.dy, biased=False, group=groups.expert,
+            column_scale=s_in.squeeze(2), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h,
         )  # fmt: skip
         observe_group(
             call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,

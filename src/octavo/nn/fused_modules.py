@@ -1,7 +1,7 @@
 """Modules that compute a norm or a whole MLP with its linear layers in one function, and the blocks that use them."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -257,10 +257,6 @@ class FusedMLP(FusedModule):
         """The activation of the outputs of the inner layers, in plain PyTorch."""
         raise NotImplementedError
 
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, norm: nn.Module, residual: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Any:
         """y [..., width] of x [..., width]. With a norm: y, and x + residual (x itself without a residual)."""
         if norm is None and residual is not None:
@@ -433,17 +429,16 @@ class VisionBlock(nn.Module):
 
     added: ClassVar[tuple[str, ...]] = ("fused_qkv", "fused_mlp")
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: x [B, T, K] to [B, T, K]; other arguments go to the attention."""
-        block: Any = self
         attend, qkv = child(self, "attn"), child(self, "fused_qkv")
         fused = None if watched(attend) or watched(child(self, "mlp")) else qkv.fused(x)
         if fused is None:
             return super().forward(x, *args, **kwargs)
         attention = attend(PrecomputedProjections(x, qkv.inner, fused[0]), *args, **kwargs)
-        attention = block.drop_path1(block.ls1(attention))
+        attention = self.drop_path1(self.ls1(attention))
         y, total = child(self, "fused_mlp").run(x, child(self, "norm2"), attention)
-        return total + block.drop_path2(block.ls2(y))
+        return total + self.drop_path2(self.ls2(y))
 
 
 # ---- Blocks of diffusers' transformers whose norms and MLPs are fused with quantization, once they are converted.
@@ -483,7 +478,7 @@ class DiffusionBlock(nn.Module):
     added: ClassVar[tuple[str, ...]] = ("fused_qkv", "fused_q", "fused_mlp")
 
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
@@ -493,11 +488,10 @@ class DiffusionBlock(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; encoder_hidden_states [B, S, J]."""
-        block: Any = self
-        attn1, attn2, mlp = block.attn1, block.attn2, child(self, "fused_mlp")
-        called = [attn1, block.ff, block.ff.net[0], *([] if attn2 is None else [attn2])]
+        attn1, attn2, mlp = self.attn1, self.attn2, child(self, "fused_mlp")
+        called = [attn1, self.ff, self.ff.net[0], *([] if attn2 is None else [attn2])]
         alone = attn2 is not None and encoder_hidden_states is None
-        if alone or cross_attention_kwargs or block._chunk_size is not None or any(map(watched, called)):
+        if alone or cross_attention_kwargs or self._chunk_size is not None or any(map(watched, called)):
             return super().forward(
                 hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
                 cross_attention_kwargs, **kwargs,
@@ -506,7 +500,7 @@ class DiffusionBlock(nn.Module):
         if attn2 is not None:
             text = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
             y, x = _attend(child(self, "fused_q"), attn2, x, y, **text)
-        return mlp.forward_residual(x, block.norm3, y)
+        return mlp.forward_residual(x, self.norm3, y)
 
 
 def _attend(
@@ -524,8 +518,7 @@ def _attend(
 def fuse_blocks(model: nn.Module) -> None:
     """Fuse the norms and MLPs of the blocks whose classes are known; idempotent."""
     fuse_decoder_layers(model)
-    for module in list(model.modules()):
-        block: Any = module
+    for block in list[Any](model.modules()):
         if not isinstance(block, VisionBlock) and _is_vision_block(block):
             block.fused_qkv = NormLinear(block, "norm1", "attn.qkv")
             block.fused_mlp = GELU(block.mlp, "fc1", "fc2")

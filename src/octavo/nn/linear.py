@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -128,12 +128,6 @@ class RecipeLayer(nn.Module):
         found: Any = None if self.histories is None else dict(self.histories.items()).get(operand)
         return found
 
-    def release(self) -> None:
-        """Delete the attributes that `prepare` set."""
-        for name in ("recipe", "name", "weight_cache", "histories"):
-            delattr(self, name)
-        self.__dict__.pop("input_is_saved", None)
-
     def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, cached: QTensor | None) -> Tensor:
         """y [..., N] of x [..., K] and w [N, K] with any strides; `cached` is w, quantized, if there is a cache."""
         check_call(self, x, w)
@@ -162,8 +156,7 @@ class RecipeLayer(nn.Module):
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Make the scales of x and w constant: x's from `amax`, 0-dim, and w's from the weight. Returns x's, [1]."""
-        weight: Any = self.weight
-        for operand, largest in (("x", amax), ("w", weight_amax(weight))):
+        for operand, largest in (("x", amax), ("w", weight_amax(self.weight))):
             if (history := self.history_of(operand)) is not None:
                 history.seed([float(largest)])
                 history.frozen = True
@@ -263,10 +256,7 @@ def adapted_output(layer: AdaptedLayer, x: Tensor) -> Tensor | None:
     return run_fused(x, None, None, stack, call, pairs=(pair, NO_PAIR))[0]
 
 
-L = TypeVar("L", bound=RecipeLayer)
-
-
-def convert_layer(module: Any, ours: type[L], recipe: Recipe, name: str) -> L:
+def convert_layer(module: Any, ours: type[RecipeLayer], recipe: Recipe, name: str) -> None:
     """Change `module`, called `name` in its model, in place into a layer of the class `ours` that computes by `recipe`.
 
     An `nn.Linear` becomes a `Linear`. The class of another becomes a subclass of `ours` and of its own.
@@ -276,7 +266,6 @@ def convert_layer(module: Any, ours: type[L], recipe: Recipe, name: str) -> L:
     else:
         mix_into(module, ours)
     module.prepare(recipe, name, next(module.parameters()).device)
-    return module
 
 
 def restore_layer(module: Any) -> bool:
@@ -286,7 +275,9 @@ def restore_layer(module: Any) -> bool:
         theirs = [nn.Linear if module.parallel is None else ParallelLinear]
     if not theirs or not issubclass(ours, RecipeLayer):
         return False
-    module.release()
+    for name in ("recipe", "name", "weight_cache", "histories"):  # which `prepare` set
+        delattr(module, name)
+    module.__dict__.pop("input_is_saved", None)
     module.__class__ = theirs[0]
     return True
 
@@ -342,11 +333,6 @@ def reads_image(module: Any) -> bool:
     return math.prod(module.kernel_size) > 1 and int(module.in_channels) <= IMAGE_CHANNELS
 
 
-def gemm_shape(module: Any) -> tuple[int, int]:
-    """N outputs and K inputs of the product."""
-    return module.out_channels, module.weight[0].numel()
-
-
 class PatchConvolution(RecipeLayer):
     """A converted convolution. `cast_once` does not cache its weight: it is cast in every forward pass."""
 
@@ -380,3 +366,6 @@ class PatchConvolution(RecipeLayer):
             x = torch.unflatten(used, 2 + 2 * i, (count, size))
         counts, sizes = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
         return x.permute(0, *counts, 1, *sizes).flatten(1 + rank)
+
+
+OURS: dict[Any, type[RecipeLayer]] = {nn.Linear: Linear, **dict.fromkeys(CONVOLUTIONS, PatchConvolution)}  # by theirs

@@ -18,7 +18,7 @@ reads x and w, or with `Recipe.exact_backward` the numbers that x_q and w_q stan
 A rotated GEMM (`octavo.recipe`) quantizes its two operands for itself alone. The others read bytes without a rotation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
@@ -74,9 +74,7 @@ def _ones(data: Tensor) -> Tensor:
     return found
 
 
-def weight_transposed(
-    weights: Sequence[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor
-) -> QTensor:
+def weight_transposed(weights: list[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor) -> QTensor:
     """The bytes of one weight, or of several with row scales, stacked along N and transposed.
 
     They are the saved bytes `data`, or the weights cast again by the scale `s_w`. `after` is a tensor of the backward
@@ -87,9 +85,7 @@ def weight_transposed(
     if data is not None:
         return transposed(QTensor(data, s_w, cast.fmt, cast.granularity), after)
     data = ops.requantize_transposed(weights, s_w, cast, after)
-    if cast.by_row:
-        return scale_folded(data)
-    return QTensor(data, s_w.t(), cast.fmt, cast.granularity)
+    return scale_folded(data) if cast.by_row else QTensor(data, s_w.t(), cast.fmt, cast.granularity)
 
 
 def quantize_folded(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, cast: Cast) -> QTensor:
@@ -190,8 +186,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
     """y [..., N] = x [..., K] @ w [N, K]^T + bias [N], differentiable; `cached` is w, quantized, where it is held."""
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
     if call.is_operation:
-        constants = call.recipe.text, call.dtype, call.input_is_saved
-        return _linear(x, w, bias, data, scale, *constants)
+        return _linear(x, w, bias, data, scale, call.recipe.text, call.dtype, call.input_is_saved)
     return _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
 
 
@@ -220,15 +215,15 @@ class _Linear(torch.autograd.Function):
         if w_data is not None and w_scale is not None and recipe.w is not None:
             held = QTensor(w_data, w_scale, recipe.w.fmt, recipe.w.granularity)
         if recipe.x is not None and (shared or (needs_w and recipe.quantizes_x_once)):
-            x_q = _quantize(x, "x", recipe.x, call, call.x_history)[0]
+            x_q = _quantize(x, "x", recipe.x, call, call.x_history)
         backward_reads_w = (needs_x or needs_w) and recipe.quantizes_w_once and not _for_dx(w)
         if recipe.w is not None and (shared or backward_reads_w):
-            w_q = _quantize_w(w, recipe.w, call) if held is None else held
+            w_q = _quantize(w, "w", recipe.w, call, call.w_history) if held is None else held
         read_x, read_w, a, b = x, w, x_q, w_q
         if recipe.y is not None and not shared:
             read_x, read_w = ops.rotate(x), w if _for_dx(w) else ops.rotate(w)
-            a = _quantize(read_x, "x", recipe.y.a, call)[0]
-            b = held if _for_dx(w) else _quantize(read_w, "w", recipe.y.b, call)[0]
+            a = _quantize(read_x, "x", recipe.y.a, call)
+            b = held if _for_dx(w) else _quantize(read_w, "w", recipe.y.b, call)
         if recipe.y is None or a is None or b is None:
             y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
@@ -255,12 +250,14 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if needs_x and recipe.dx is not None and "dx" in recipe.rotate:
             read_dy = ops.rotate(dy)
-            a = _quantize(read_dy, "dy", recipe.dx.a, call)[0]
-            w_t = _quantize(ops.rotate(w.t(), dy), "w", recipe.dx.b, call)[0]
+            a = _quantize(read_dy, "dy", recipe.dx.a, call)
+            w_t = _quantize(ops.rotate(w.t(), dy), "w", recipe.dx.b, call)
             dx = call.mm(recipe.dx, a, w_t, call.dtype)  # [T,N] @ [K,N]^T
             observe_dy(call.observer, [read_dy], [dy.shape[1]], a, recipe.dy, s_w=None, s_x=None)
         else:
-            dx = _dx(dy, g, scales, w_data, s_w, w, call) if needs_x else None
+            if needs_x:
+                dx_g = g if g is None or scales is None else rescaled(g, scales.dx)
+                dx = _dx(dy, dx_g, w_data, s_w, w, call)
             observe_dy(
                 call.observer, [dy], [dy.shape[1]], g, recipe.dy,
                 history=call.dy_history, s_w=folded_s_w, s_x=folded_s_x,
@@ -277,32 +274,26 @@ def _quantize_rotated(t: Tensor, cast: Cast) -> QTensor:
     return ops.quantize(ops.rotate(t.t() * scattered_signs(t.shape[0], t.device).to(t.dtype)), cast)
 
 
-def _quantize(
-    t: Tensor, operand: str, cast: Cast, call: Call, history: ScaleHistory | None = None
-) -> tuple[QTensor, Tensor | None]:
-    """Quantize x, w or dy by the scale of the history, which records its amax [1, 1], also returned.
+def _quantize(t: Tensor, operand: str, cast: Cast, call: Call, history: ScaleHistory | None = None) -> QTensor:
+    """Quantize x, w or dy by the scale of the history, which records its amax.
 
     Without a scale there, the scale is that of the tensor's own amax: of the parts that ranks have of it together.
+    Casting a weight again by the scale gives the same bytes.
     """
     is_part = call.parallel is not None and operand in call.parallel.parts and cast.granularity == TENSOR
     if history is None and not is_part:
-        return ops.quantize(t, cast), None
+        return ops.quantize(t, cast)
     if history is not None and history.ready:
         scale = history.scale
     else:
         scale = ops.quantize(t, cast).scale
         scale = call.parallel.ranks.largest(scale) if is_part else scale
     q, amax = ops.quantize_scaled(t, scale, cast)
-    if history is not None:
-        history.observe(amax)
-    return q, amax
-
-
-def _quantize_w(w: Tensor, cast: Cast, call: Call) -> QTensor:
-    """Quantize a weight so that casting it again by the scale gives the same bytes."""
-    q, amax = _quantize(w, "w", cast, call, call.w_history)
+    if history is None:
+        return q
+    history.observe(amax)
     # The bytes of a tensor that is not finite are NaN, which a scale from a history does not show.
-    return q if amax is None else replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
+    return replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan)) if operand == "w" else q
 
 
 def _by_row(gemm: Gemm | None) -> bool:
@@ -341,7 +332,7 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, call: Call)
     if cast is None or not (for_dw or (call.recipe.dx is not None and "dx" not in call.recipe.rotate)):
         return None
     if s_w is None and s_x is None:
-        return _quantize(dy, "dy", cast, call, call.dy_history)[0]
+        return _quantize(dy, "dy", cast, call, call.dy_history)
     return quantize_folded(dy, s_w, s_x, cast)
 
 
@@ -350,15 +341,7 @@ def _for_dx(w: Tensor) -> tuple[Tensor, ...]:
     return w.for_dx if isinstance(w, GatheredWeight) else ()
 
 
-def _dx(
-    dy: Tensor,
-    g: QTensor | None,
-    scales: ops.FoldedScales | None,
-    w_data: Tensor | None,
-    s_w: Tensor,
-    w: Tensor,
-    call: Call,
-) -> Tensor:
+def _dx(dy: Tensor, g: QTensor | None, w_data: Tensor | None, s_w: Tensor, w: Tensor, call: Call) -> Tensor:
     gemm, cast = call.recipe.dx, call.recipe.w
     if call.recipe.exact_backward and cast is not None:
         w_t = weight_transposed([w], w_data, s_w, cast, dy)
@@ -373,7 +356,7 @@ def _dx(
         w_t = weight_transposed([w], w_data, s_w, gemm.b, g.data)
     else:
         w_t = ops.quantize_transposed(w, gemm.b)
-    return call.mm(gemm, g if scales is None else rescaled(g, scales.dx), w_t, call.dtype)  # [T,N] @ [K,N]^T
+    return call.mm(gemm, g, w_t, call.dtype)  # [T,N] @ [K,N]^T
 
 
 def _dw(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
 
@@ -23,7 +22,7 @@ from torch.func import functional_call
 from octavo.nn.conversion_report import ForwardPass, Row
 from octavo.nn.delayed import update_scales
 from octavo.nn.fused_modules import FusedModule
-from octavo.nn.linear import Linear, RecipeLayer, convert_layer
+from octavo.nn.linear import Linear, RecipeLayer
 from octavo.ops import Backend
 from octavo.rates.measured import LEAST_SPEEDUP, Machine, Measurement, Shape, Table
 from octavo.recipe import PRESETS, Recipe
@@ -111,9 +110,7 @@ class Speedups:
     source: str
 
 
-def find_speedups(
-    recipe: Recipe, backends: Mapping[str, Backend], device: torch.device, shapes: set[Shape]
-) -> Speedups:
+def find_speedups(recipe: Recipe, backends: dict[str, Backend], device: torch.device, shapes: set[Shape]) -> Speedups:
     """The speedup of `recipe` over BF16 on `device`, whose GEMMs run on `backends`, for each (M, K, N) of `shapes`.
 
     Shapes that no table has are timed now, and the times are stored. Under `torchrun` each rank decides for itself. For
@@ -308,7 +305,7 @@ def time_linears(
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
     ):
         bf16 = nn.Linear(1, 1, bias=False, device=device)
-        fp8 = convert_layer(nn.Linear(1, 1, bias=False, device=device), Linear, recipe, "measured")
+        fp8 = Linear(1, 1, bias=False, recipe=recipe, device=device)
         forwards = [compiled(bf16), compiled(fp8)]
         for shape in shapes:
             times.append(_time(forwards, fp8, shape, device))
@@ -372,7 +369,7 @@ def _turns(calls: Sequence[Callable[[], None]], repeats: Sequence[int], turns: i
                 call()
             marks.append(_mark())
     torch.cuda.synchronize()
-    spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    spans = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
     return [[ms / count for ms in spans[i :: len(calls)]] for i, count in enumerate(repeats)]
 
 

@@ -42,14 +42,10 @@ def device_of(p: Any) -> torch.device:
 # in memory that FSDP2 frees and fills again.
 
 
-_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-_RESHAPES = {torch.ops.aten.as_strided.default, torch.ops.aten.view.default}
-_FACTORIES = {
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.zeros_like.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.new_zeros.default,
-}
+aten = torch.ops.aten
+_ALIASES = {aten.detach.default, aten.alias.default}
+_RESHAPES = {aten.as_strided.default, aten.view.default}
+_FACTORIES = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.new_zeros.default}
 
 
 class GatheredWeight(Tensor):

@@ -32,8 +32,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Format:
     """One number format. `dtype` is the torch dtype that holds it, of the same bits except for E2M1. `max` is the
-    largest finite number.
-    """
+    largest finite number."""
 
     name: str
     bits: int
@@ -186,8 +185,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     field = codes if not fmt.signed else codes & ((1 << (fmt.bits - 1)) - 1)
     exponent, mantissa = field >> m, field & ((1 << m) - 1)
     if fmt.signed:
-        normal = exponent > 0
-        significand = torch.where(normal, mantissa + (1 << m), mantissa)
+        significand = torch.where(exponent > 0, mantissa + (1 << m), mantissa)
         exponent = exponent.clamp(min=1)
     else:
         significand = torch.ones_like(mantissa)

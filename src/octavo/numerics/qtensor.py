@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import NARROW_FORMATS, Format, narrow_format, widen
-from octavo.numerics.scaling import History
+from octavo.numerics.scaling import History, floor_scale, quotient, scale_from_amax, two_level_scale
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 
@@ -56,8 +56,7 @@ class QTensor:
                 f"got {list(scale.shape)}"
             )
         if scale.device != data.device:
-            where = f"data is on {data.device} and its scale on {scale.device}"
-            raise ValueError(f"{where}: move one to the other")
+            raise ValueError(f"data is on {data.device} and its scale on {scale.device}: move one to the other")
 
     def __repr__(self) -> str:
         dtype = str(self.scale.dtype).removeprefix("torch.")
@@ -319,6 +318,15 @@ class Cast:
     def bytes_serve_both(self) -> bool:
         """True if the bytes of one quantization, transposed, serve the other GEMM too (`octavo.recipe`)."""
         return self.by_row or self.granularity.transposes
+
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The scales in float32, from the `amax` of each block."""
+        if self.scale == "e8m0_floor":
+            return floor_scale(amax, self.fmt)
+        if self.scale == "e4m3":
+            number, divisor = two_level_scale(amax, self.fmt)
+            return quotient(number.float(), divisor)
+        return scale_from_amax(amax, self.fmt, power_of_two=self.power_of_two, relative_floor=self.relative_floor)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""

@@ -166,8 +166,7 @@ _MASK = 0xFFFFFFFF
 
 def uniform_noise(shape: torch.Size | tuple[int, ...], seed: Tensor) -> Tensor:
     """float32 noise in [0, 1), in multiples of 2^-24: a function of `seed` (int64, 0-dim) and the element's index."""
-    count = int(torch.Size(shape).numel())
-    index = torch.arange(count, device=seed.device)
+    index = torch.arange(int(torch.Size(shape).numel()), device=seed.device)
     low, high = seed & _MASK, (seed >> 32) & _MASK
     bits = _mix((index & _MASK) ^ _mix(low ^ _mix(high)))
     return ((bits >> 8).float() * 2.0**-24).view(shape)

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from octavo.numerics.formats import E4M3, cast, widen
 from octavo.ops.dispatch import GRADIENT_TILE, fp8_attention_limit
-from octavo.ops.launching import Heads
+from octavo.ops.launching import P_SCALE, Heads
 from octavo.ops.registration import check_tensor, operation
 
-P_SCALE = 2.0**-8  # of the probabilities, which are at most 1; a power of two, so that it rounds nothing
 # |ds| reaches about a fifth of this many times scale * amax(dO) * amax(v) (docs/decisions.md), so that none saturates.
 DS_LIMIT = 1.75
 
@@ -105,11 +104,11 @@ def fp8_attention_backward(
 
 
 def attend_reference(
-    heads: Heads, scales: Mapping[str, Tensor], p_scale: float, scale: float, dtype: torch.dtype
+    heads: Heads, scales: Mapping[str, Tensor], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, H, D] of `dtype`, o [B, T, H, D] of E4M3 and stats float32 [B, H, T].
 
-    `scales` are float32 [1] of q, k and v, `p_scale` that of the probabilities, and `scale` multiplies q k^T.
+    `scales` are float32 [1] of q, k and v, and `scale` multiplies q k^T.
     """
     q, k, v = heads
     with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
@@ -117,20 +116,13 @@ def attend_reference(
         top = s.amax(-1, keepdim=True)
         p = (s - top).exp()
         total = p.sum(-1, keepdim=True)
-        y = _rounded(p, p_scale) @ _of_heads(v, q) / total  # in units of v's scale
+        y = _rounded(p, P_SCALE) @ _of_heads(v, q) / total  # in units of v's scale
     o = cast(y, E4M3).transpose(1, 2).contiguous()
     return (widen(o) * scales["v"]).to(dtype), o, (top + total.log()).squeeze(-1)
 
 
 def attend_backward_reference(
-    dy: Tensor,
-    heads: Heads,
-    o: Tensor,
-    stats: Tensor,
-    scales: Mapping[str, Tensor],
-    p_scale: float,
-    scale: float,
-    dtype: torch.dtype,
+    dy: Tensor, heads: Heads, o: Tensor, stats: Tensor, scales: Mapping[str, Tensor], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq [B, T, H, D], dk and dv [B, S, G, D] of `dtype`, and their largest magnitudes, float32 [3].
 
@@ -141,7 +133,7 @@ def attend_backward_reference(
     with torch.autocast(q.device.type, enabled=False):
         p = (_scores(q, k, scales["q"] * scales["k"] * scale) - stats.unsqueeze(-1)).exp()
         g, y = (widen(x).transpose(1, 2) * scales[name] for x, name in ((dy, "dO"), (o, "o")))
-        dv = _of_keys(_rounded(p, p_scale).mT @ g, shared)
+        dv = _of_keys(_rounded(p, P_SCALE).mT @ g, shared)
         dp = g @ _of_heads(v, q).mT * scales["v"] - (g * y).sum(-1, keepdim=True)
         ds = _rounded(p * dp * scale, scales["dP"])
         dq = ds @ _of_heads(k, q) * scales["k"]
@@ -226,7 +218,7 @@ def _fp8_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     scales = {"q": q_scale.view(1), "k": k_scale.view(1), "v": v_scale.view(1)}
     rows = Heads(*(x if x.stride(-1) == 1 else x.contiguous() for x in heads))
-    values: Any = rows, scales, P_SCALE, scale, dtype
+    values: Any = rows, scales, scale, dtype
     # cuDNN 9.19 leaves one query to its kernels for Ampere, which have no FP8.
     if not _runs_cudnn(heads.q) or heads.q.shape[2] == 1:
         return attend_reference(*values)
@@ -242,7 +234,7 @@ def _fp8_attention_backward(
     named = dict(zip(("q", "k", "v", "dO", "dQ", "dK", "dV"), (s.view(1) for s in scales.unbind()), strict=True))
     named["o"] = named["v"]
     named["dP"] = named["dO"] * named["v"] * (DS_LIMIT * E4M3.max * scale)
-    values: Any = dy, heads, o, stats, named, P_SCALE, scale, dtype
+    values: Any = dy, heads, o, stats, named, scale, dtype
     if not _runs_cudnn(heads.q):
         return attend_backward_reference(*values)
     tokens, keys = heads.q.shape[2], heads.k.shape[2]

@@ -41,9 +41,6 @@ from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
 #     refusal              PyTorch's own message
 
 
-DTYPES = ("bf16", "fp16", "fp32")
-
-
 @dataclass(frozen=True)
 class Line:
     """One line of dispatch.json for one architecture; `library` is "" for a refusal."""
@@ -166,22 +163,18 @@ def runs_our_kernels(gpu: GpuArchitecture, formats: tuple[str, str]) -> bool:
 
 
 def _backend_of_large_m(
-    gpu: GpuArchitecture,
-    granularity_a: Granularity,
-    granularity_b: Granularity,
-    formats: tuple[str, str],
-    e8m0: tuple[bool, bool],
+    gpu: GpuArchitecture, by_a: Granularity, by_b: Granularity, formats: tuple[str, str], e8m0: tuple[bool, bool]
 ) -> Backend:
     if gpu.key in _WITHOUT_FP8:
         return Backend("none", f"{gpu.name} has no FP8 GEMM")
-    a, b = granularity_a.name, granularity_b.name
+    a, b = by_a.name, by_b.name
     kinds = ["E8M0" if is_e8m0 else "float32" for is_e8m0 in e8m0]
     names = f"{a} x {b} scales in {' and '.join(dict.fromkeys(kinds))}"
     note = "" if gpu.measured else f", not measured on {gpu.name}"
     line = LINES.get((architecture_key(gpu), f"{a}{' e8m0' * e8m0[0]}, {b}{' e8m0' * e8m0[1]}"))
     runs = line is not None and " x ".join(formats) in line.formats
-    if not runs and runs_our_kernels(gpu, formats) and takes_blocks(granularity_a, granularity_b):
-        return Backend("triton" if granularity_a == STRIP else "dequantized", f"{names}{note}")
+    if not runs and runs_our_kernels(gpu, formats) and takes_blocks(by_a, by_b):
+        return Backend("triton" if by_a == STRIP else "dequantized", f"{names}{note}")
     if line is None:
         return Backend("none", f"PyTorch has no GEMM with {names} on {gpu.name}")
     if line.refusal:

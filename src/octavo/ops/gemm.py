@@ -162,12 +162,7 @@ def _inlines(operands: Operands, *rest: Any) -> bool:
 
 @operation(check=_check, like=_like, inlines=_inlines)
 def _scaled_mm(
-    operands: Operands,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    emulate: bool,
+    operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, fast: bool, emulate: bool
 ) -> Tensor:
     found = _backend(operands)
     backend = found.name
@@ -185,7 +180,7 @@ def _scaled_mm(
         if not operands.by_a.outer:
             return block_scaled_gemm.scaled_mm(operands, bias, out_dtype, added)
         a, b, scale_a, scale_b, _, _ = operands
-        return gemm.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation, residual=added)
+        return gemm.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast, residual=added)
     if backend in ("emulated", "none"):
         y = scaled_mm_reference(operands)
         y = (y if bias is None else y.add_(bias)).to(out_dtype)
@@ -195,6 +190,6 @@ def _scaled_mm(
         y = block_scaled_gemm.dequantized_mm(operands, bias, out_dtype)
     else:
         dtype = returned_dtype(backend, operands.by_a, out_dtype)
-        y = scaled_mm_cublaslt(operands, bias, dtype, fast_accumulation)
+        y = scaled_mm_cublaslt(operands, bias, dtype, fast)
         y = y if dtype == out_dtype else y.to(out_dtype)
     return y if residual is None else y + residual

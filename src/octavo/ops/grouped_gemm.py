@@ -5,6 +5,7 @@ first one begins at row 0. Only the reference reads them on the host, so a step 
 """
 
 from collections.abc import Iterator
+from itertools import pairwise, starmap
 from typing import Any
 
 import torch
@@ -99,10 +100,7 @@ def grouped_mm_dw_reference(operands: Operands, offsets: Tensor) -> Tensor:
 
 def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
     """The rows of each group, of which `offsets` int32 [E] has the ends. The host waits for the numbers."""
-    start = 0
-    for end in offsets.tolist():
-        yield slice(start, end)
-        start = end
+    return starmap(slice, pairwise([0, *offsets.tolist()]))
 
 
 def _backend(operands: Operands, emulate: bool) -> str:

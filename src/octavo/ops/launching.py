@@ -337,6 +337,7 @@ class Cache(NamedTuple):
 
 
 HEAD_DIM = 128  # of FP8 attention: the only one whose gradient cuDNN 9.19 has
+P_SCALE = 2.0**-8  # of its probabilities, which are at most 1; a power of two, so that it rounds nothing
 
 
 class Heads(NamedTuple):
@@ -359,8 +360,7 @@ class Turn(NamedTuple):
 
 class RowBatch:
     """Matrices [M_i, K] of one dtype and device, contiguous, one at least; M_i may be 0. Row r of matrix i is row
-    `starts[i]` + r of the batch.
-    """
+    `starts[i]` + r of the batch."""
 
     def __init__(self, matrices: Sequence[Tensor], starts: Sequence[int]) -> None:
         self.matrices, self.starts = list(matrices), list(starts)

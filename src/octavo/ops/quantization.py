@@ -15,15 +15,7 @@ from torch import Tensor
 from octavo.numerics.formats import E2M1, Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, Granularity, QTensor
-from octavo.numerics.scaling import (
-    floor_scale,
-    new_seed,
-    quotient,
-    scale_from_amax,
-    scale_mantissa,
-    two_level_scale,
-    uniform_noise,
-)
+from octavo.numerics.scaling import new_seed, quotient, scale_from_amax, scale_mantissa, uniform_noise
 from octavo.ops.launching import converts, fits, quantizes_rows
 from octavo.ops.registration import FLOATS, check_matrix, check_nearest, check_row_cast, check_tensor, operation
 from octavo.ops.transposition import placed, transpose_reference
@@ -38,21 +30,12 @@ def quantize_reference(
         x = x * column_scale
     if row_scale is not None:
         x = x * row_scale
-    scale = _scale(cast.granularity.amax(x), cast)
+    scale = cast.scale_of(cast.granularity.amax(x))
     x = divided(x, cast.granularity.expand(scale, tuple(x.shape)), cast.fmt)
     data = cast_to(x, cast.fmt, None if seed is None else uniform_noise(x.shape, seed))
     if cast.scale_dtype == torch.float32:
         return data, scale
     return data, (scale.view(torch.int32) >> 23).to(torch.uint8).view(cast.scale_dtype)  # powers of two, and NaN
-
-
-def _scale(amax: Tensor, cast: Cast) -> Tensor:
-    if cast.scale == "e8m0_floor":
-        return floor_scale(amax, cast.fmt)
-    if cast.scale == "e4m3":
-        number, divisor = two_level_scale(amax, cast.fmt)
-        return quotient(number.float(), divisor)
-    return scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor)
 
 
 def divided(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
@@ -241,9 +224,7 @@ _quantize = operation(
     runs=lambda x, cast, *rest: _has_kernel(x, cast, x.shape[1]) and (cast.by_row or rest[:2] == (None, None)),
 )(_quantize_reference)
 _quantize_stack = operation(
-    check=_check_stack,
-    like=_like_stack,
-    runs=lambda tensors, cast, stored: _has_kernel(tensors[0], cast, tensors[0].shape[1]),
+    check=_check_stack, like=_like_stack, runs=lambda stack, cast, _: _has_kernel(stack[0], cast, stack[0].shape[1])
 )(quantize_stack_reference)
 _quantize_transposed = operation(
     check=_check_transposed,

@@ -62,13 +62,12 @@ def define(schema: str, function: Function, key: str = "CompositeExplicitAutogra
 
 
 class Operation(Generic[Result]):
-    """A registered operation, which `operation` makes. A call computes without the dispatcher where the result is the
-    same as through it.
-    """
+    """A registered operation, which `operation` makes of its options. A call computes without the dispatcher where the
+    result is the same as through it."""
 
-    def __init__(self, function: Callable[..., Result], like: Function, check: Function, runs: Function | None,
-                 inlines: Function | None, mutates: tuple[str, ...], after: bool,
-                 strided: tuple[str, ...]) -> None:  # fmt: skip
+    def __init__(self, function: Callable[..., Result], *, like: Function, check: Function = lambda *args: None,
+                 runs: Function | None = None, inlines: Function | None = None, mutates: tuple[str, ...] = (),
+                 after: bool = False, strided: tuple[str, ...] = ()) -> None:  # fmt: skip
         self.name = function.__name__.strip("_").removesuffix("_reference")
         self.kernels = function.__module__.rpartition(".")[2] if runs else ""
         self.__doc__ = function.__doc__
@@ -103,6 +102,7 @@ class Operation(Generic[Result]):
         torch.library.register_fake(self.overload, self._fake, lib=LIBRARY)
         if not mutates:
             torch.library.register_autograd(self.overload, partial(_no_gradient, self.name), lib=LIBRARY)
+        OPERATIONS[self.name] = self.fill, self.inlines
 
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
@@ -254,8 +254,7 @@ def check_tensor(name: str, t: Tensor | None, shape: tuple[int, ...], *dtypes: t
 
 def source_version(root: Path) -> str:
     """A string that is another one after each change of a file of Octavo; `root` is the folder of the package."""
-    files = sorted(root.rglob("*.py"))
-    changed = [(str(path), path.stat().st_mtime_ns) for path in files]
+    changed = [(str(path), path.stat().st_mtime_ns) for path in sorted(root.rglob("*.py"))]
     return f"octavo {__version__} {sha256(repr(changed).encode()).hexdigest()}"
 
 
@@ -298,16 +297,7 @@ _launches: WeakKeyDictionary[Any, dict[tuple[Any, ...], torch.fx.GraphModule]] =
 _accesses: dict[tuple[Any, ...], Any] = {}  # to the arguments of a kernel, as PyTorch finds them
 
 
-def operation(
-    *,
-    like: Function,
-    check: Function = lambda *args: None,
-    runs: Function | None = None,
-    inlines: Function | None = None,
-    mutates: tuple[str, ...] = (),
-    after: bool = False,
-    strided: tuple[str, ...] = (),
-) -> Callable[[Callable[..., Result]], Operation[Result]]:
+def operation(**options: Any) -> Callable[[Callable[..., Result]], Operation[Result]]:
     """Register a function as the operation `octavo::` of its name, and return what calls it: always by position.
 
     The function is the reference, `NAME_reference`, or one called `_NAME` that chooses an implementation. Its signature
@@ -328,13 +318,7 @@ def operation(
         strided: the names of arguments that reference and kernel get as they are. The others are made contiguous, and
             those that are written to must be.
     """
-
-    def register(function: Callable[..., Result]) -> Operation[Result]:
-        made = Operation(function, like, check, runs, inlines, mutates, after, strided)
-        OPERATIONS[made.name] = made.fill, made.inlines
-        return made
-
-    return register
+    return lambda function: Operation(function, **options)
 
 
 def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:

@@ -13,16 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
-from octavo.ops.kernels.device_math import (
-    add,
-    amax_bits,
-    inverse,
-    magnitude_bits,
-    mantissa,
-    scale_from_amax,
-    sum_columns,
-    to_data,
-)
+from octavo.ops.kernels.device_math import add, amax_bits, inverse, magnitude_bits, mantissa, scale_from_amax, to_data
+from octavo.ops.kernels.norm import sum_columns
 from octavo.ops.launching import allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 

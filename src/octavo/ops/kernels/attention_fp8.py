@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.launching import HEAD_DIM, Heads, allocate, cdiv
+from octavo.ops.launching import HEAD_DIM, P_SCALE, Heads, allocate, cdiv
 from octavo.ops.registration import launcher
 from octavo.util import import_extra
 
@@ -19,14 +19,14 @@ BLOCK = 4096  # elements of a program that widens
 
 
 def attend(
-    heads: Heads, scales: Mapping[str, Tensor], p_scale: float, scale: float, dtype: torch.dtype
+    heads: Heads, scales: Mapping[str, Tensor], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same as `attend_reference`, for q, k and v whose last dimension is contiguous."""
     q = heads.q
     batch, count, tokens, dim = q.shape
     o, stats = allocate(q, (batch, tokens, count, dim)), allocate(q, (batch, count, tokens), torch.float32)
     amax = allocate(q, (2,), torch.float32)
-    descale_s, scale_s = _constants(q.device, p_scale)
+    descale_s, scale_s = _constants(q.device)
     tensors = heads._asdict() | {f"descale_{name}": scales[name] for name in ("q", "k", "v")}
     tensors |= {"descale_s": descale_s, "scale_s": scale_s, "scale_o": scales["v"].reciprocal()}
     tensors |= {"o": o.transpose(1, 2), "stats": stats.unsqueeze(3), "amax_s": amax[:1], "amax_o": amax[1:]}
@@ -35,14 +35,7 @@ def attend(
 
 
 def attend_backward(
-    dy: Tensor,
-    heads: Heads,
-    o: Tensor,
-    stats: Tensor,
-    scales: Mapping[str, Tensor],
-    p_scale: float,
-    scale: float,
-    dtype: torch.dtype,
+    dy: Tensor, heads: Heads, o: Tensor, stats: Tensor, scales: Mapping[str, Tensor], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Same as `attend_backward_reference`. cuDNN gets heads of `HEAD_DIM` elements: narrower ones end in zeros, which
     change no product."""
@@ -50,7 +43,7 @@ def attend_backward(
     tensors = {name: _by_token(x) for name, x in given.items()}
     gradients = [allocate(x, x.transpose(1, 2).shape) for x in (tensors["q"], tensors["k"], tensors["v"])]
     amax, amax_ds = (allocate(o, (size,), torch.float32) for size in (3, 1))
-    descale_s, scale_s = _constants(o.device, p_scale)
+    descale_s, scale_s = _constants(o.device)
     tensors |= {"stats": stats.contiguous().unsqueeze(3), "descale_s": descale_s, "scale_s": scale_s}
     tensors |= {f"descale_{name}": scales[name] for name in ("q", "k", "v", "o", "dO", "dP")}
     tensors |= {f"scale_{name}": scales[name].reciprocal() for name in ("dP", "dQ", "dK", "dV")}
@@ -72,10 +65,10 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 @cache
-def _constants(device: torch.device, p_scale: float) -> tuple[Tensor, Tensor]:
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """The scale of the probabilities and its inverse, float32 [1] each."""
     with torch.inference_mode(False):
-        return torch.full((1,), p_scale, device=device), torch.full((1,), 1 / p_scale, device=device)
+        return torch.full((1,), P_SCALE, device=device), torch.full((1,), 1 / P_SCALE, device=device)
 
 
 def widen(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

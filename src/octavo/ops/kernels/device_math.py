@@ -6,10 +6,8 @@ so the amax of a block also tells whether the block holds inf or NaN.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from octavo.ops.launching import cdiv, some_gpu_rounds_twice
-from octavo.ops.registration import launcher
+from octavo.ops.launching import some_gpu_rounds_twice
 
 ROUNDS_TWICE = tl.constexpr(some_gpu_rounds_twice())
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
@@ -196,35 +194,3 @@ def scale_of_exponent(exponent):
     """The scale that E8M0 stores as an exponent: 0 is the subnormal 2^-127, and 255 is NaN."""
     special = tl.where(((exponent + 1) & 255) <= 1, 1 << 22, 0)
     return ((exponent << 23) | special).to(tl.float32, bitcast=True)
-
-
-# ---- Sums of columns as a Triton kernel. It adds the partial sums that programs of another kernel stored.
-
-
-BLOCK = 32
-
-
-def sum_columns(partials: Tensor, sums: Tensor, more_sums: Tensor | None = None) -> None:
-    """Write the sums of the columns of `partials` [P, N], float32 and contiguous, always added in the same order, into
-    `sums` [N_1] and `more_sums` [N - N_1], of any float dtype."""
-    p, n = partials.shape
-    launcher(_sum_kernel, (cdiv(n, BLOCK),))(
-        partials, sums, more_sums, p, n, sums.shape[0], BLOCK_M=BLOCK, BLOCK_N=BLOCK
-    )
-
-
-@triton.jit
-def _sum_kernel(
-    partials_ptr, sums_ptr, more_sums_ptr, M, N, SPLIT, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, M, BLOCK_M):
-        mask = (start + offs_m < M)[:, None] & (offs_n < N)[None, :]
-        acc += tl.load(partials_ptr + (start + offs_m)[:, None] * N + offs_n[None, :], mask, other=0.0)
-    total = tl.sum(acc, 0)
-    tl.store(sums_ptr + offs_n, total.to(sums_ptr.dtype.element_ty), offs_n < SPLIT)
-    if more_sums_ptr is not None:
-        mask = (offs_n >= SPLIT) & (offs_n < N)
-        tl.store(more_sums_ptr + offs_n - SPLIT, total.to(more_sums_ptr.dtype.element_ty), mask)

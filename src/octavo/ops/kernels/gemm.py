@@ -279,18 +279,13 @@ def cut(k: int, step: int, split_k: int) -> tuple[int, int]:
 
 
 def add_partials(
-    partials: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
+    partials: Tensor, s_a: Tensor | None, s_b: Tensor | None, bias: Tensor | None, residual: Tensor | None, y: Tensor
 ) -> None:
     """Add the float32 sums [parts, M, N] of all parts of K in their order, and store them to y."""
     split_k, m, n = partials.shape
     launcher(_combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
-        partials, scale_a, scale_b, bias, residual, y, m, n, SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N,
-        STRIDE_SCALE_A=_stride(scale_a), STRIDE_SCALE_B=_stride(scale_b), num_warps=4,
+        partials, s_a, s_b, bias, residual, y, m, n, SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N,
+        STRIDE_SCALE_A=_stride(s_a), STRIDE_SCALE_B=_stride(s_b), num_warps=4,
     )  # fmt: skip
 
 

@@ -169,7 +169,10 @@ def _rows_kernel(
         mask_m, mask_n = offs_m < end_m, offs_n < N
         b_ptr += e.to(tl.int64) * stride_e
         if GROUP:
-            scale_b_ptr += e.to(tl.int64) * tl.cdiv(N, ROWS_B) * _scale_stride(scale_b_ptr, K, GROUP)
+            stride = tl.cdiv(K, GROUP)
+            if scale_b_ptr.dtype.element_ty == tl.int32:  # of E8M0, a word holds four
+                stride = stride // 4
+            scale_b_ptr += e.to(tl.int64) * tl.cdiv(N, ROWS_B) * stride
             acc = sum_groups(
                 a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, stride_n, 0, K,
                 GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
@@ -182,15 +185,6 @@ def _rows_kernel(
             acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[:, None]
         mask = mask_n[:, None] & mask_m[None, :]
         store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, N, mask)
-
-
-@triton.jit
-def _scale_stride(scale_ptr, K, GROUP: tl.constexpr):
-    """The elements behind `scale_ptr` of a row of groups: of E8M0, a word holds four."""
-    groups = tl.cdiv(K, GROUP)
-    if scale_ptr.dtype.element_ty == tl.int32:
-        groups = groups // 4
-    return groups
 
 
 @triton.jit

@@ -13,16 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
-from octavo.ops.kernels.device_math import (
-    add,
-    amax_bits,
-    column,
-    inverse,
-    row_sum,
-    scale_from_amax,
-    sum_columns,
-    to_data,
-)
+from octavo.ops.kernels.device_math import add, amax_bits, column, inverse, row_sum, scale_from_amax, to_data
 from octavo.ops.launching import allocate, cdiv, multiprocessors, row_tile
 from octavo.ops.registration import launcher
 
@@ -102,9 +93,8 @@ def norm_backward(
     dweight, dbias = (allocate(x, (size,), weight.dtype) for size in (k, k if center else 0))
     block_k, _, warps = row_tile(k)
     launcher(_backward_kernel, (programs,))(
-        dn, x, weight, mean, rstd, residual, dx, partials, m, k,
-        CENTER=center, BLOCK_K=block_k, num_warps=warps,
-    )  # fmt: skip
+        dn, x, weight, mean, rstd, residual, dx, partials, m, k, CENTER=center, BLOCK_K=block_k, num_warps=warps
+    )
     sum_columns(partials, dweight, dbias)
     return dx, dweight, dbias
 
@@ -141,3 +131,31 @@ def _backward_kernel(
     tl.store(partial_ptr, dweight, mask)
     if CENTER:
         tl.store(partial_ptr + K, dbias, mask)
+
+
+# ---- Sums of columns as a Triton kernel. It adds the partial sums that programs of another kernel stored.
+
+
+BLOCK = 32
+
+
+def sum_columns(partials: Tensor, sums: Tensor, others: Tensor | None = None) -> None:
+    """Write the sums of the columns of `partials` [P, N], float32 and contiguous, always added in the same order, into
+    `sums` [N_1] and `others` [N - N_1], of any float dtype."""
+    p, n = partials.shape
+    launcher(_sum_kernel, (cdiv(n, BLOCK),))(partials, sums, others, p, n, sums.shape[0], BLOCK_M=BLOCK, BLOCK_N=BLOCK)
+
+
+@triton.jit
+def _sum_kernel(partials_ptr, sums_ptr, others_ptr, M, N, SPLIT, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, M, BLOCK_M):
+        mask = (start + offs_m < M)[:, None] & (offs_n < N)[None, :]
+        acc += tl.load(partials_ptr + (start + offs_m)[:, None] * N + offs_n[None, :], mask, other=0.0)
+    total = tl.sum(acc, 0)
+    tl.store(sums_ptr + offs_n, total.to(sums_ptr.dtype.element_ty), offs_n < SPLIT)
+    if others_ptr is not None:
+        mask = (offs_n >= SPLIT) & (offs_n < N)
+        tl.store(others_ptr + offs_n - SPLIT, total.to(others_ptr.dtype.element_ty), mask)

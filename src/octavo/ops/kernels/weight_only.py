@@ -49,9 +49,7 @@ def weight_only_mm(
     return multiply(x, w, None, scale, *added, tiling, scale_rows=granularity.rows or 1, group=group)
 
 
-def dequantize(
-    w: Tensor, scale: Tensor, granularity: Granularity, dtype: torch.dtype, native: bool | None = None
-) -> Tensor:
+def dequantize(w: Tensor, scale: Tensor, by: Granularity, dtype: torch.dtype, native: bool | None = None) -> Tensor:
     """w * scale, computed in float32 and rounded to `dtype`, [N, K]."""
     (n, k), scale = w.shape, readable_scale(scale)
     wide = allocate(scale, (n, k), dtype)
@@ -61,7 +59,7 @@ def dequantize(
     w = w if (has_kernels(w.device) if native is None else native) else w.view(torch.uint8)
     block_n, block_k = 16, 256
     launcher(_dequantize_kernel, (cdiv(k, block_k) * cdiv(n, block_n),))(  # a stack has too many rows for axis 1
-        w, scale, wide, n, k, SCALE_ROWS=granularity.rows or n, SCALE_COLS=granularity.cols or k,
+        w, scale, wide, n, k, SCALE_ROWS=by.rows or n, SCALE_COLS=by.cols or k,
         STRIDE_SCALE=scale.shape[1], BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
     return wide
