@@ -121,8 +121,7 @@ def pushes(config: Qwen3Config, count: int) -> dict[str, Any]:
         show(f"push {i + 1}", {"ms": 1e3 * seconds[-1], "checksum": 1e3 * sums[-1]})
     beyond = peak_of(partial(push, model, served), held, warmup=0)
     figures = {"seconds": statistics.median(seconds), "checksum_seconds": statistics.median(sums), "each": seconds}
-    sizes = {"layers": config.num_hidden_layers, "bytes": pushed.bytes}
-    return sizes | figures | {"beyond": beyond}
+    return {"layers": config.num_hidden_layers, "bytes": pushed.bytes, **figures, "beyond": beyond}
 
 
 # --- The mode of the same bits ----------------------------------------------------------------------------------

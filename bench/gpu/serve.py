@@ -194,9 +194,7 @@ def engine_step(model: Any, ids: Tensor, attention: str) -> Step:
     return partial(torch.no_grad()(session.prefill), prompts)
 
 
-def _attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any
-) -> tuple[Tensor, None]:
+def _attention(_: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
     return fp8_prompt_attention(q, k, v, scale=scaling).transpose(1, 2), None
 
 

@@ -131,8 +131,8 @@ SHOWN = [ARCHITECTURES[key] for key in ("ampere", "ada", "hopper", "blackwell", 
 def recipes_by_gpu() -> Rows:
     presets = [preset() for preset in PRESETS.values()]
     rows = [(f"`{recipe.name}`", recipe, gemm_backends) for recipe in presets if recipe.quantized]
-    for recipe in (rowwise(), blockwise(), mxfp8()):
-        rows.append((f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends))
+    experts = (rowwise(), blockwise(), mxfp8())
+    rows += [(f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends) for recipe in experts]
     for (name, recipe, find), gpu in product(rows, SHOWN):
         names = dict.fromkeys(backend.name for backend in find(in_formats_of(gpu, recipe), gpu).values())
         yield {"recipe": name, "gpu": gpu.name, "gemm": "none" if "none" in names else ", ".join(names)}
