@@ -27,15 +27,9 @@ from octavo.nn.parallel_weights import parallel_of
 from octavo.numerics.qtensor import Cast
 
 __all__ = [
-    "cast_once",
-    "freeze_scales",
-    "learn_scales",
-    "load_scale_state",
-    "saturation",
-    "scale_state",
-    "seed_scales",
+    "cast_once", "freeze_scales", "learn_scales", "load_scale_state", "saturation", "scale_state", "seed_scales",
     "update_scales",
-]
+]  # fmt: skip
 
 
 @contextmanager

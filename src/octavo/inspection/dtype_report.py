@@ -73,9 +73,7 @@ class LeftOut:
     reason: str  # why `octavo.convert` leaves it, or that it would convert it
 
 
-def find_left_out(
-    model: nn.Module, operations: Sequence[Operation], patterns: Mapping[str, str]
-) -> tuple[LeftOut, ...]:
+def find_left_out(model: nn.Module, operations: Sequence[Operation], patterns: dict[str, str]) -> tuple[LeftOut, ...]:
     """The products of `operations` that do not run in FP8, the largest share first."""
     modules, reasons = dict(model.named_modules()), dict[str, str]()
     with suppress(ValueError):  # no layer can be converted

@@ -438,7 +438,7 @@ def slower_experts_note(scheme: Scheme, sizes: tuple[int, int], device: torch.de
 
     `sizes` are [N, K] of a gate and up matrix. The measured layer whose matrices are the most alike in size counts.
     """
-    shape, speeds = measured_experts_like(math.prod(sizes) / 2)
+    shape, speeds = experts_like(math.prod(sizes) / 2)
     figures = _slower(speeds, scheme) if _is_measured(device) else ""
     if not figures:
         return ""
@@ -471,17 +471,11 @@ def _slower(speeds: Mapping[int, Mapping[str, float]], scheme: Scheme) -> str:
     return ", ".join(f"{speed:.2f}x at {plural(tokens, 'token')}" for tokens, speed in found.items() if speed < 1)
 
 
-def measured_experts_like(size: float) -> tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]:
+def experts_like(size: float) -> tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]:
     """The measured layer of experts whose matrices are the nearest to `size` elements: its sizes, and its speed over
     BF16 by the number of tokens and the scheme."""
-    return min(
-        measured_expert_speeds(), key=lambda each: abs(math.log(size / (each[0]["width"] * each[0]["mlp_width"])))
-    )
-
-
-def measured_expert_speeds() -> Sequence[tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]]:
-    """The sizes of each measured layer of experts, and its speeds as in `measured_experts_like`."""
-    return [(layer["shape"], layer["speeds"]) for layer in _read("expert_speeds.json")["layers"]]
+    layers = ((layer["shape"], layer["speeds"]) for layer in _read("expert_speeds.json")["layers"])
+    return min(layers, key=lambda each: abs(math.log(size / (each[0]["width"] * each[0]["mlp_width"]))))
 
 
 def measured_speeds() -> Mapping[int, Mapping[str, float]]:
