@@ -118,7 +118,7 @@ class Runner(harness.Passes):
             block.__class__ = code_of(mode, kind)
             block.compile(fullgraph=True, dynamic=False, options=options)
         part = mesh.get_local_rank(), mesh.size()
-        super().__init__(model, *harness.llama_inputs(config, config.context, DEVICE, part))
+        super().__init__(model, *harness.llama_inputs(config, config.context, part))
 
 
 def measure(names: list[str], config: LlamaConfig, mesh: DeviceMesh, rounds: int, *, compiled: bool = True) -> Results:

@@ -19,7 +19,7 @@ What stands between `<!-- if failures(results) -->` and `<!-- end -->` is left o
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,7 @@ EACH = re.compile(r"<!-- each (.+?) -->\n\|(.*)\|\n\|.*\|\n\|(.*)\|")
 
 Result = dict[str, Any]
 Row = Mapping[str, Any]
+Rows = Iterator[Row]
 
 
 class Fields(dict[str, Any]):

@@ -1,19 +1,18 @@
 """The tables of docs/recipes.md: every recipe with its evidence, and the choice that follows; and of docs/gpus.md."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from itertools import product
 
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, promoted
-from bench.report.filler import MISSING, Result, Row, number
+from bench.report.filler import MISSING, Result, Rows, number
 from octavo.checkpoint.scheme import SCHEMES, find_gemm, scheme_on
 from octavo.ops.dispatch import gemm_backends, grouped_backends, in_formats_of
 from octavo.ops.launching import ARCHITECTURES
 from octavo.recipe import GEMMS, PRESETS, Recipe, blockwise, mxfp8, rowwise
 
-Rows = Iterator[Row]
 DEFAULT = "rowwise"
 RESOLUTION = 0.0025  # the smallest gap that the runs are meant to resolve
 NOISE = 0.02  # of speeds and peaks: recipes that are closer to the default count as its equals

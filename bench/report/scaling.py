@@ -2,15 +2,14 @@
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
-from bench.report.filler import Result, Row
+from bench.report.filler import Result, Row, Rows
 from octavo.plan.step_time import NODE, Links, Training
 from octavo.rates.measured import find_gpu
 
-Rows = Iterator[Row]
 WORLDS = (64, 256, 1024, 4096)
 GROUP = 64  # GPUs that share the weights, at most
 LAYERS = 32  # of Llama-3-8B
