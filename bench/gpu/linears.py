@@ -169,8 +169,7 @@ def weight_only(m: int, n: int, k: int) -> list[Row]:
     for name, way in ways(x).items():
         worst[name] = least_decibels(exact, way(packed[0]), LEAST_OF.get(name, 45))
         us[name] = harness.in_turn(way, packed)
-    runs = find_weight_only_backend(x.device, x.dtype, ROW, m).name
-    return [{"us": us, "worst_db": worst, "runs": runs}]
+    return [{"us": us, "worst_db": worst, "runs": find_weight_only_backend(x.device, x.dtype, ROW, m).name}]
 
 
 def ways(x: Tensor) -> dict[str, Callable[[QTensor], Tensor]]:

@@ -70,9 +70,8 @@ def gathered_share(run: Result, name: str) -> float:
 def network(results: dict[str, Result]) -> Rows:
     for result in runs(results, "gpu_network_"):
         for link in sorted(result["links"], key=lambda link: -link["bytes_per_second"]):
-            rounds = link["rounds"]
             gains = {"to_wide": speedup(link, OURS, WIDE), "to_base": speedup(link, OURS, BASE)}
-            for mode, times in rounds.items():
+            for mode, times in link["rounds"].items():
                 yield {**result["setting"], **link, **gains, "mode": mode, "ms": statistics.median(times)}
 
 

@@ -217,12 +217,11 @@ class DtypeFlow:
     @property
     def flops(self) -> dict[str, dict[str, int]]:
         """FLOPs of products, convolutions and attention: phase -> dtype -> FLOPs."""
-        found: dict[str, dict[str, int]] = {}
+        found = {phase: Counter[str]() for phase in PHASES}
         for each in self.operations:
             if each.flops:
-                phase = found.setdefault(each.phase, {})
-                phase[each.computes_in] = phase.get(each.computes_in, 0) + each.flops
-        return {phase: found[phase] for phase in PHASES if phase in found}
+                found[each.phase][each.computes_in] += each.flops
+        return {phase: dict(flops) for phase, flops in found.items() if flops}
 
     @property
     def rows(self) -> list[Row]:

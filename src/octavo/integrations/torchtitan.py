@@ -165,8 +165,7 @@ class FP8Converter(QuantizationConverter):  # type: ignore[misc]
         check_globs(self.config.skip, [name for name, *_ in (*layers, *experts)])
         rows = [ReportRow(n, (c.out_features, c.in_features), self._skip_reason(n, c)) for n, c, *_ in layers]
         if self.config.only_if_faster:
-            tokens = self.config.tokens
-            shapes = {row.name: (tokens, row.shape[1], row.shape[0]) for row in rows if not row.reason}
+            shapes = {row.name: (self.config.tokens, row.shape[1], row.shape[0]) for row in rows if not row.reason}
             speedups = find_speedups(recipe, gemm_backends(recipe, device), device, set(shapes.values()))
             rows = [*skip_slower(rows, shapes, speedups)]
         reasons = {row.name: row.reason for row in rows}
