@@ -72,8 +72,6 @@ def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Arra
     """The worst values of each metric as [layers, columns] float64: by the metric's key, then by operand. The operand
     of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left out, and so
     is a share of inf and NaN that is always 0."""
-    if not columns.count:
-        return {}
     grids = _fill(len(watched.layers), columns, watched.operands, OPERANDS)
     grids |= _fill(len(watched.layers), columns, watched.layer_records, ("layer",))
     if not any((grid > 0).any() for grid in grids["nonfinite"].values()):
