@@ -135,10 +135,8 @@ def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     del gradients, exact
     peaks = {mode: harness.peak_of(step, 0) / 2**30 for mode, step in steps.items()}
     times = harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1)
-    rows = {
-        mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)}
-        for mode, row in harness.rows_of(times, BASE, "speed").items()
-    }
+    speeds = harness.rows_of(times, BASE, "speed")
+    rows = {mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)} for mode, row in speeds.items()}
     for mode, row in rows.items():
         show(f"{name:12} {mode:34}", row)
     return {"modes": rows, "rounds": times}

@@ -157,9 +157,7 @@ def machine(result: Result) -> str:
     return ", ".join(form.format(facts[key]) for key, form in forms.items() if facts.get(key)) + "."
 
 
-HELPERS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (spread, group, span, joined, machine, median, log)
-}
+HELPERS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (spread, group, span, joined, machine, median, log)}
 
 
 def names_of(results: dict[str, Result], *modules: ModuleType) -> dict[str, Any]:

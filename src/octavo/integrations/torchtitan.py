@@ -68,10 +68,9 @@ class FP8Linear(Linear, Module):  # type: ignore[misc]
         """Divide the layer over the ranks of tensor parallelism as its sharding configuration says."""
         super().parallelize(parallel_dims)
         config: Any = self._sharding_config
-        weight = self.weight
-        if not isinstance(weight, DTensor):
+        if not isinstance(self.weight, DTensor):
             return
-        mesh, (placement,) = weight.device_mesh, weight.placements
+        mesh, (placement,) = self.weight.device_mesh, self.weight.placements
         if not isinstance(placement, Shard):
             raise NotImplementedError(
                 f"octavo has no tensor parallelism for {self.name}, whose weight each rank has whole: leave it in BF16 "

@@ -451,13 +451,10 @@ def slower_experts_note(scheme: Scheme, sizes: tuple[int, int], device: torch.de
 def speeds_note(schemes: Iterable[str]) -> str:
     """The speed over BF16 of the linear layers by each of `schemes`, for one token and for a long prompt, in words."""
     speeds = measured_speeds()
-    few, many = min(speeds), max(speeds)
-    known = [
-        f"{name} {speeds[few][name]:.2f}x and {speeds[many][name]:.2f}x"
-        for name in schemes
-        if name in speeds[few] and name in speeds[many]
-    ]
-    where = f"BF16's speed at {plural(few, 'token')} and at {plural(many, 'token')} (Llama-3-8B's layers, H200)"
+    few, many = speeds[min(speeds)], speeds[max(speeds)]
+    known = [f"{name} {few[name]:.2f}x and {many[name]:.2f}x" for name in schemes if name in few and name in many]
+    tokens = f"{plural(min(speeds), 'token')} and at {plural(max(speeds), 'token')}"
+    where = f"BF16's speed at {tokens} (Llama-3-8B's layers, H200)"
     return f"{', '.join(known)} of {where}" if known else ""
 
 
