@@ -57,10 +57,8 @@ TEXTS, SEEDS = sized((4, 24), (2, 12)), range(sized(5, 2))
 def trained(config: PretrainedConfig, seed: int = 0) -> Any:
     """A converted model with random weights in BF16."""
     torch.manual_seed(seed)
-    torch.set_default_dtype(torch.bfloat16)
     with torch.device(DEVICE):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    torch.set_default_dtype(torch.float32)
     octavo.convert(model, "rowwise")
     return model
 
