@@ -62,11 +62,11 @@ def prepare(folder: Path) -> None:
     config = load_config(None, [*demo.SETTINGS, *settings.split()])
     if signal := start_run(config, Console(quiet=True)).run().interrupted:
         raise SystemExit(f"{signal}: no result is written")
-    model = write_model(folder / "run", folder / "model")
-    write_texts(config, model, folder)
+    write_model(folder / "run", folder / "model")
+    write_texts(config, folder)
 
 
-def write_model(run: Path, out: Path) -> Path:
+def write_model(run: Path, out: Path) -> None:
     """Write the newest checkpoint of a run as a Hugging Face folder in BF16."""
     folder = RunFolder(run)
     shutil.copytree(folder.model, out)
@@ -74,7 +74,6 @@ def write_model(run: Path, out: Path) -> Path:
     (out / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder.newest() / "model.safetensors")
     save_file({name: t.bfloat16() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
-    return out
 
 
 def calibrated(folder: Path, name: str) -> Path:
@@ -85,9 +84,9 @@ def calibrated(folder: Path, name: str) -> Path:
     return out
 
 
-def write_texts(config: Config, model: Path, folder: Path) -> None:
+def write_texts(config: Config, folder: Path) -> None:
     """Write a part of the training text and the held-out text of the run."""
-    texts, tokenizer = read_text(config.data).texts, load_tokenizer(model)
+    texts, tokenizer = read_text(config.data).texts, load_tokenizer(folder / "model")
     corpus = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
     for name, tokens in (("training", corpus.train[:500_000]), ("heldout", corpus.validation)):
         text = bytes(tokens.astype("uint8")).decode("utf-8", errors="ignore").replace("\0", "\n")

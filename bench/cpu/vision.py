@@ -83,8 +83,7 @@ def classify(recipe: str, seed: int, steps: int) -> dict[str, Any]:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         logits = model.eval()(images[:HELD_OUT]).float()
     accuracy = (logits.argmax(-1) == classes[:HELD_OUT]).float().mean()
-    loss = F.cross_entropy(logits, classes[:HELD_OUT])
-    return {"accuracy": float(accuracy), "loss": float(loss)}
+    return {"accuracy": float(accuracy), "loss": float(F.cross_entropy(logits, classes[:HELD_OUT]))}
 
 
 def diffuse(recipe: str, seed: int, steps: int, known: VisionTransformer) -> dict[str, Any]:

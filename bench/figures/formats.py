@@ -138,11 +138,6 @@ def gradients() -> Tensor:
     return 5e-4 * torch.randn(65536, generator=generator) * torch.randn(65536, generator=generator).exp()
 
 
-def lost(x: Tensor) -> float:
-    """The share of the numbers of `x` that become 0 in E4M3 as they are."""
-    return float((x.to(E4M3.dtype).float() == 0).float().mean())
-
-
 def scaling() -> Figure:
     """The binades of a tensor before and after scaling, over those of E4M3."""
     figure, panels = canvas(3.2, rows=2, sharex=True)
@@ -153,7 +148,8 @@ def scaling() -> Figure:
         axes.hist(values.abs().tolist(), bins, color=BLUE)
         axes.axvspan(E4M3.smallest_normal, E4M3.max, color=PALE_BLUE, zorder=0, linewidth=0)
         axes.axvspan(E4M3.smallest_subnormal / 2, E4M3.smallest_normal, color=LIGHT, zorder=0, linewidth=0)
-        axes.set(title=f"{title}: {100 * lost(values):.1f} % of the numbers become 0 in E4M3", yticks=[])
+        lost = float((values.to(E4M3.dtype).float() == 0).float().mean())
+        axes.set(title=f"{title}: {100 * lost:.1f} % of the numbers become 0 in E4M3", yticks=[])
         axes.spines["left"].set_visible(False)
     panels[0].set_xscale("log", base=2)
     panels[0].set_xlim(bins[0], bins[-1])

@@ -47,9 +47,8 @@ def loss_scaling() -> Figure:
         left.text(2.0**place, 0.72 * top, words, ha="center", color=INK)
     left.set_title("gradients of the first step")
     left.legend(loc="upper left", ncols=2)
-    for (name, losses), color, dashes in zip(
-        names["curves"].items(), (GREEN, BLUE, ORANGE), ("-", "--", "-"), strict=True
-    ):
+    curves = names["curves"].items()
+    for (name, losses), color, dashes in zip(curves, (GREEN, BLUE, ORANGE), ("-", "--", "-"), strict=True):
         right.plot(range(1, len(losses) + 1), losses, dashes, color=color, label=name)
     right.set(title="loss, nats a byte", xlabel="step", ylim=(0, 6))
     right.legend(loc="lower left")

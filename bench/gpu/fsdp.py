@@ -81,7 +81,7 @@ MODES = {
 class Runner:
     """The model of a mode, sharded over all processes, and its whole training step."""
 
-    def __init__(self, name: str, config: LlamaConfig, tokens: int, network: ranks.Network | None = None) -> None:
+    def __init__(self, name: str, config: LlamaConfig, network: ranks.Network | None = None) -> None:
         self.mode = mode = MODES[name]
         with torch.device(harness.DEVICE):
             self.model = LanguageModel(config, mode.stack)
@@ -100,7 +100,7 @@ class Runner:
         self.network.carry(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator(harness.DEVICE).manual_seed(1 + distributed.get_rank())  # each has its own batch
-        shape = 2, 1, tokens
+        shape = 2, 1, config.context
         self.batch = torch.randint(config.vocabulary, shape, device=harness.DEVICE, generator=generator).unbind()
 
     def step(self) -> None:
@@ -147,12 +147,12 @@ def gradient_error(name: str, expected: list[Tensor], actual: list[Tensor]) -> f
 # --- The rows --------------------------------------------------------------------------------------------------
 
 
-def measure(names: list[str], config: LlamaConfig, tokens: int, rounds: int) -> harness.Results:
+def measure(names: list[str], config: LlamaConfig, rounds: int) -> harness.Results:
     """Measure the modes; the result after each."""
     file = f"gpu_fsdp_{config.layers}_layers_{distributed.get_world_size()}_gpus"
     links = {"bytes_per_second": ranks.bandwidth()} if distributed.get_world_size() > 1 else {}
     earlier = [row for row in record.rows_before(file, "modes") if row["mode"] not in names]
-    setting, few = ranks.setting_of(config, tokens), replace(config, layers=min(config.layers, CHECKED_LAYERS))
+    setting, few = ranks.setting_of(config), replace(config, layers=min(config.layers, CHECKED_LAYERS))
     expected: list[Tensor] = []
 
     def check(name: str) -> ranks.Row:
@@ -160,7 +160,7 @@ def measure(names: list[str], config: LlamaConfig, tokens: int, rounds: int) -> 
 
         With random weights, the rounding errors of FP8 grow from layer to layer until they are as large as the numbers.
         """
-        grads = Runner(name, few, tokens).gradients()
+        grads = Runner(name, few).gradients()
         expected[:] = expected or grads
         return {"gradient_error": gradient_error(name, expected, grads)}
 
@@ -171,7 +171,7 @@ def measure(names: list[str], config: LlamaConfig, tokens: int, rounds: int) -> 
         found = {"gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
         return found | {"optimizer_ms": runner.optimizer_ms()}
 
-    bench = ranks.Bench(BASE, check, lambda name: Runner(name, config, tokens), others, tokens, rounds)
+    bench = ranks.Bench(BASE, check, lambda name: Runner(name, config), others, config.context, rounds)
     for rows in bench.run(names):
         yield file, {"setting": setting, "modes": [*rows, *earlier], **links}
 
@@ -179,13 +179,13 @@ def measure(names: list[str], config: LlamaConfig, tokens: int, rounds: int) -> 
 # --- Links of several bandwidths -------------------------------------------------------------------------------
 
 
-def over_links(modes: list[str], config: LlamaConfig, tokens: int, channels: list[int], rounds: int) -> harness.Results:
+def over_links(modes: list[str], config: LlamaConfig, channels: list[int], rounds: int) -> harness.Results:
     """Time `modes` over a link of each number of channels, the fastest first; the result after each."""
     network = ranks.Network()
-    runners = {name: Runner(name, config, tokens, network) for name in modes}
+    runners = {name: Runner(name, config, network) for name in modes}
     for runner in runners.values():
         runner.step()  # compiles
-    setting: dict[str, Any] = {**ranks.setting_of(config, tokens), "transport": TRANSPORT}
+    setting: dict[str, Any] = {**ranks.setting_of(config), "transport": TRANSPORT}
     setting["bf16_gradients"] = [name for name in modes if MODES[name].communicate is not None]
     setting |= {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     links: list[dict[str, Any]] = []
@@ -221,7 +221,7 @@ def main(options: harness.Options) -> harness.Results:
     if options.channels:
         modes = [name for name in (BASE, WIDE, OURS, TORCHAO) if name in chosen]
         channels = [int(each) for each in options.channels.split(",")]
-        yield from over_links(modes, config, llama.TOKENS, channels, options.rounds)
+        yield from over_links(modes, config, channels, options.rounds)
     else:
-        yield from measure(chosen, config, llama.TOKENS, options.rounds)
+        yield from measure(chosen, config, options.rounds)
     distributed.destroy_process_group()

@@ -82,8 +82,7 @@ def make_folders(shape: LlamaConfig, folder: Path) -> tuple[Path, Path]:
         del model
         release(torch.device(DEVICE))
     if not packed.exists():
-        command = [sys.executable, "-m", "octavo", "pack", str(wide), str(packed)]
-        subprocess.run(command, check=True)
+        subprocess.run([sys.executable, "-m", "octavo", "pack", str(wide), str(packed)], check=True)
     return wide, packed
 
 

@@ -394,17 +394,17 @@ def draw_matrices(model: nn.Module) -> None:
 
 
 def llama_inputs(
-    config: LlamaConfig, tokens: int, device: Any, part: tuple[int, int] = (0, 1)
+    config: LlamaConfig, tokens: int, part: tuple[int, int] = (0, 1)
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """x [1, T, width] with the tables of `rope_tables`, and dy, in BF16.
 
     `part` is (index, count): the index-th of count parts of the sequence; all of it by default.
     """
-    generator = torch.Generator(device).manual_seed(1)
-    drawn = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    drawn = (torch.randn(1, tokens, config.width, device=DEVICE, generator=generator) for _ in range(2))
     index, count = part
     x, dy = (t.to(torch.bfloat16).chunk(count, 1)[index].contiguous() for t in drawn)
-    return (x, *rope_tables(config, torch.arange(tokens, device=device))), dy
+    return (x, *rope_tables(config, torch.arange(tokens, device=DEVICE))), dy
 
 
 class Passes:

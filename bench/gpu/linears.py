@@ -18,7 +18,7 @@ weights that together exceed the L2 cache, and else in rounds in which the ways 
     python -m bench.gpu.linears [--only int8]
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
+from bench.gpu.kernels import bf16
 from bench.gpu.llama import CONFIG, GEMMS, TOKENS
 from bench.gpu.serve import weight_only_step
 from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, STATIC_INPUTS, Scheme
@@ -46,9 +47,7 @@ LEAST_DB = 40.0  # of a row: the output in BF16 alone has 50 dB
 LEAST_OF = {"w8a8": 25.0}  # against the float64 product of x and the packed weight; 45 of the other ways
 
 
-def measure_all(
-    result: str, key: str, measure: Callable[[int, int, int], Iterable[Row]], ms: Sequence[int], **more: Any
-) -> Results:
+def measure_all(result: str, key: str, measure: Callable[..., list[Row]], ms: Sequence[int], **more: Any) -> Results:
     """The rows of every layer at every number of rows."""
     rows: list[Row] = []
     for layer, (n, k) in list(GEMMS.items())[sized(0, -1) :]:
@@ -78,10 +77,6 @@ def linear(n: int, k: int) -> nn.Linear:
     return layer
 
 
-def inputs(m: int, k: int) -> Tensor:
-    return torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
-
-
 def layers_of(m: int, n: int, k: int) -> list[nn.Linear]:
     return [linear(n, k) for _ in range(harness.beyond_cache(n, k) if m <= FEW else 1)]
 
@@ -96,7 +91,7 @@ def least_decibels(exact: Tensor, actual: Tensor, least: float) -> float:
 
 def schemes(m: int, n: int, k: int) -> list[Row]:
     """A row for BF16 and for each scheme: microseconds of a call, the worst SQNR of a row, and the GEMM's backend."""
-    x, wide = inputs(m, k), layers_of(m, n, k)
+    x, wide = bf16(m, k), layers_of(m, n, k)
     calls: dict[str, list[Callable[[], Tensor]]] = {"bf16": [partial(layer, x) for layer in wide]}
     facts: dict[str, Row] = {"bf16": {"backend": "torch.mm"}}
     for name, scheme in SCHEMES.items():
@@ -142,7 +137,7 @@ def backend(x: Tensor | QTensor, w_q: QTensor) -> str:
 
 def int8(m: int, n: int, k: int) -> list[Row]:
     """Microseconds of a call of each way, and the worst SQNR of a row of each layer."""
-    x, wide = inputs(m, k), layers_of(m, n, k)
+    x, wide = bf16(m, k), layers_of(m, n, k)
     packed = {scheme.name: [pack(layer, scheme, x) for layer in wide] for scheme in (CHANNEL, INT8)}
     worst = {name: check(layers[0], x)["worst_db"] for name, layers in packed.items()}
     operands: list[tuple[Any, QTensor]] = [(layer.operand(x), layer.packed_weight()) for layer in packed[INT8.name]]
@@ -166,16 +161,15 @@ def int_mm(a: QTensor, b: QTensor) -> Tensor:
 
 def weight_only(m: int, n: int, k: int) -> list[Row]:
     """Microseconds of each way, over weights that exceed the L2 cache, and the worst SQNR of a row."""
-    x = inputs(m, k)
-    wide = [inputs(n, k) for _ in range(harness.beyond_cache(n, k))]
+    x = bf16(m, k)
+    wide = [bf16(n, k) for _ in range(harness.beyond_cache(n, k))]
     packed = [quantize(w, ROW_W) for w in wide]
     exact = x.double() @ packed[0].dequantize().double().t()
     worst, us = {}, {"bf16": harness.in_turn(lambda w: x @ w.t(), wide)}
     for name, way in ways(x).items():
         worst[name] = least_decibels(exact, way(packed[0]), LEAST_OF.get(name, 45))
         us[name] = harness.in_turn(way, packed)
-    runs = find_weight_only_backend(x.device, x.dtype, ROW, m).name
-    return [{"us": us, "worst_db": worst, "runs": runs}]
+    return [{"us": us, "worst_db": worst, "runs": find_weight_only_backend(x.device, x.dtype, ROW, m).name}]
 
 
 def ways(x: Tensor) -> dict[str, Callable[[QTensor], Tensor]]:

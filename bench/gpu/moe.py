@@ -141,9 +141,7 @@ def accuracy_of_one_layer(shape: Shape) -> dict[str, float]:
         y = layer(x, offsets)
         y.backward(dy)
         found.append((y.detach(), x.grad, layer.weight.grad))
-    return {
-        name: harness.decibels(*pair) for name, pair in zip(("y", "dx", "dw"), zip(*found, strict=True), strict=True)
-    }
+    return {name: harness.decibels(*pair) for name, *pair in zip(("y", "dx", "dw"), *found, strict=True)}
 
 
 class Products:

@@ -59,11 +59,11 @@ def attempt(rows: list[Row], name: str, measure: Callable[[], Row]) -> None:
     show(rows[-1])
 
 
-def setting_of(config: LlamaConfig, tokens: int) -> dict[str, int]:
+def setting_of(config: LlamaConfig) -> dict[str, int]:
     """The sizes that the page of several GPUs names."""
     names = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary")
     sizes = {name: getattr(config, name) for name in names}
-    return {**sizes, "tokens": tokens, "world": distributed.get_world_size()}
+    return {**sizes, "tokens": config.context, "world": distributed.get_world_size()}
 
 
 def slowest(times: list[float]) -> list[float]:

@@ -146,9 +146,7 @@ def sqnrs(linear: nn.Linear, passes: Sequence[tuple[Tensor, Tensor]], name: str)
         found = {"y": y.detach(), "dx": x_leaf.grad, "dw": layer.weight.grad}
     x64, dy64, w64 = (t.double() for t in (*passes[-1], layer.weight.detach()))
     exact = {"y": x64 @ w64.t(), "dx": dy64 @ w64, "dw": dy64.t() @ x64}
-    return {
-        gemm: (harness.decibels(exact[gemm], found[gemm]), worst_channel(exact[gemm], found[gemm])) for gemm in exact
-    }
+    return {gemm: (harness.decibels(e, found[gemm]), worst_channel(e, found[gemm])) for gemm, e in exact.items()}
 
 
 def worst_channel(exact: Tensor, actual: Tensor) -> float:

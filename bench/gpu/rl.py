@@ -57,10 +57,8 @@ TEXTS, SEEDS = sized((4, 24), (2, 12)), range(sized(5, 2))
 def trained(config: PretrainedConfig, seed: int = 0) -> Any:
     """A converted model with random weights in BF16."""
     torch.manual_seed(seed)
-    torch.set_default_dtype(torch.bfloat16)
     with torch.device(DEVICE):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    torch.set_default_dtype(torch.float32)
     octavo.convert(model, "rowwise")
     return model
 
@@ -121,8 +119,7 @@ def pushes(config: Qwen3Config, count: int) -> dict[str, Any]:
         show(f"push {i + 1}", {"ms": 1e3 * seconds[-1], "checksum": 1e3 * sums[-1]})
     beyond = peak_of(partial(push, model, served), held, warmup=0)
     figures = {"seconds": statistics.median(seconds), "checksum_seconds": statistics.median(sums), "each": seconds}
-    sizes = {"layers": config.num_hidden_layers, "bytes": pushed.bytes}
-    return sizes | figures | {"beyond": beyond}
+    return {"layers": config.num_hidden_layers, "bytes": pushed.bytes, **figures, "beyond": beyond}
 
 
 # --- The mode of the same bits ----------------------------------------------------------------------------------

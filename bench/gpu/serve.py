@@ -194,9 +194,7 @@ def engine_step(model: Any, ids: Tensor, attention: str) -> Step:
     return partial(torch.no_grad()(session.prefill), prompts)
 
 
-def _attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any
-) -> tuple[Tensor, None]:
+def _attention(_: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
     return fp8_prompt_attention(q, k, v, scale=scaling).transpose(1, 2), None
 
 
@@ -280,10 +278,8 @@ def decode_caches(layers: int) -> Result:
     for name, dtype in ((modes.CACHE_BF16, "bf16"), (modes.CACHE_FP8, "fp8")):
         steps[name] = captured(model, ids, models.octavo_caches(model, stores[dtype]))
     found = harness.turns(modes.CACHE_BF16, steps, rounds=8, repeat=4, warmup=2)
-    rows = [
-        {"mode": name, **ms, "tokens_per_second": 1e3 * LONG_BATCH / ms["median"]}
-        for name, ms in harness.rows_of(found["rounds"], modes.CACHE_BF16).items()
-    ]
+    by_mode = harness.rows_of(found["rounds"], modes.CACHE_BF16).items()
+    rows = [{"mode": name, **ms, "tokens_per_second": 1e3 * LONG_BATCH / ms["median"]} for name, ms in by_mode]
     sizes = {dtype: sum(store.nbytes for store in each) for dtype, each in stores.items()}
     facts = {"batch": LONG_BATCH, "context": LONG_CONTEXT, "layers": layers}
     return {**facts, "modes": rows, "sqnr": found["sqnr"], "bytes": sizes}

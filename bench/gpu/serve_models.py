@@ -138,10 +138,10 @@ def _ready(model: Any, device: str) -> Any:
     return model
 
 
-def compile_layers(model: Any, **options: Any) -> None:
+def compile_layers(model: Any) -> None:
     """Compile each decoder layer for the shapes it will be given."""
     for layer in model.model.layers:
-        layer.compile(fullgraph=True, dynamic=False, **options)
+        layer.compile(fullgraph=True, dynamic=False)
 
 
 @torch.no_grad()

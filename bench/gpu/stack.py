@@ -61,7 +61,7 @@ class Runner(harness.Passes):
         if convert is not None:
             convert(model, recipe)
         model.__class__ = harness.own_code(type(model))
-        super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE))
+        super().__init__(model, *harness.llama_inputs(config, tokens))
         self.call = torch.compile(model) if compiled == "whole" else model
         for block in model.layers if compiled == "blocks" else ():  # type: ignore[union-attr]
             block.compile()

@@ -19,14 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 import octavo
 from bench.gpu import harness, llama
@@ -44,20 +37,18 @@ BASE, ASYNC = "bf16", ", async"
 
 def split(model: nn.Module, mesh: DeviceMesh, *, torchao: bool = False) -> None:
     """Apply PyTorch's styles to every block; or torchao's, which gather tensorwise activations in FP8."""
-    column: Any = ColwiseParallel
-    row: Any = RowwiseParallel
-    gather: Any = PrepareModuleInput
+    styles: tuple[Any, ...] = parallel.ColwiseParallel, parallel.RowwiseParallel, parallel.PrepareModuleInput
     if torchao:
-        styles: Any = importlib.import_module("torchao.float8.float8_tensor_parallel")
-        column, row = styles.Float8ColwiseParallel, styles.Float8RowwiseParallel
-        gather = styles.PrepareFloat8ModuleInput
+        ao: Any = importlib.import_module("torchao.float8.float8_tensor_parallel")
+        styles = ao.Float8ColwiseParallel, ao.Float8RowwiseParallel, ao.PrepareFloat8ModuleInput
+    column, row, gather = styles
     part, whole = Shard(1), Replicate()
     plan = {
-        "norm1": SequenceParallel(),
+        "norm1": parallel.SequenceParallel(),
         "attention": gather(input_layouts=(part, None, None), desired_input_layouts=(whole, None, None)),
         **{f"attention.{name}": column() for name in "qkv"},
         "attention.o": row(output_layouts=part),
-        "norm2": SequenceParallel(),
+        "norm2": parallel.SequenceParallel(),
         "mlp": gather(input_layouts=(part,), desired_input_layouts=(whole,)),
         "mlp.gate": column(),
         "mlp.up": column(),
@@ -65,7 +56,7 @@ def split(model: nn.Module, mesh: DeviceMesh, *, torchao: bool = False) -> None:
     }
     for block in model.modules():
         if isinstance(block, llama.PlainBlock):
-            parallelize_module(block, mesh, plan)
+            parallel.parallelize_module(block, mesh, plan)
 
 
 class OctavoStack(Fused):
@@ -115,9 +106,7 @@ def code_of(mode: Mode, kind: Any) -> Any:
 class Runner(harness.Passes):
     """The model of a mode, and its step on this rank's part of the sequence."""
 
-    def __init__(
-        self, mode: Mode, config: LlamaConfig, tokens: int, mesh: DeviceMesh, *, compiled: bool = True
-    ) -> None:
+    def __init__(self, mode: Mode, config: LlamaConfig, mesh: DeviceMesh, *, compiled: bool = True) -> None:
         with torch.device(DEVICE):
             model = mode.stack(config).to(torch.bfloat16)
         self.layers: nn.ModuleList = model.layers  # type: ignore[assignment]
@@ -128,17 +117,16 @@ class Runner(harness.Passes):
             kind: Any = type(block)
             block.__class__ = code_of(mode, kind)
             block.compile(fullgraph=True, dynamic=False, options=options)
-        super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE, (mesh.get_local_rank(), mesh.size())))
+        part = mesh.get_local_rank(), mesh.size()
+        super().__init__(model, *harness.llama_inputs(config, config.context, part))
 
 
-def measure(
-    names: list[str], config: LlamaConfig, tokens: int, mesh: DeviceMesh, rounds: int, *, compiled: bool = True
-) -> Results:
+def measure(names: list[str], config: LlamaConfig, mesh: DeviceMesh, rounds: int, *, compiled: bool = True) -> Results:
     """Measure the modes; the result after each."""
     expected: list[Tensor] = []
 
     def make(name: str) -> Runner:
-        return Runner(MODES[name], config, tokens, mesh, compiled=compiled)
+        return Runner(MODES[name], config, mesh, compiled=compiled)
 
     def check(name: str) -> Row:
         """The SQNR of a mode's output, and of the gradient of its input; a wrong one is a RuntimeError."""
@@ -150,8 +138,8 @@ def measure(
             raise RuntimeError(f"output and gradient are off: {found} dB")
         return {"sqnr": found}
 
-    result = {"setting": setting_of(config, tokens), "bytes_per_second": bandwidth()}
-    for rows in Bench(BASE, check, make, lambda _: {}, tokens, rounds, repeat=4).run(names):
+    result = {"setting": setting_of(config), "bytes_per_second": bandwidth()}
+    for rows in Bench(BASE, check, make, lambda _: {}, config.context, rounds, repeat=4).run(names):
         yield f"gpu_tensor_parallel_{mesh.size()}_gpus", {**result, "modes": rows}
 
 
@@ -160,5 +148,5 @@ def main(options: Options) -> Results:
     start()
     mesh = init_device_mesh(DEVICE, (distributed.get_world_size(),))
     config = replace(CONFIG, layers=options.layers)
-    yield from measure(chosen(MODES, BASE, options.only), config, CONFIG.context, mesh, options.rounds)
+    yield from measure(chosen(MODES, BASE, options.only), config, mesh, options.rounds)
     distributed.destroy_process_group()

@@ -25,7 +25,7 @@ from torch import Tensor
 from bench.gpu import llama
 from bench.gpu import serve_models as models
 from bench.gpu.harness import Options, benchmark, beyond_cache, fastest, in_turn, once, replayed, sized
-from bench.gpu.kernels import copy_ms
+from bench.gpu.kernels import bf16, copy_ms
 from bench.gpu.moe import SHAPES as EXPERTS
 from bench.gpu.moe import Products, of_columns, of_rows
 from octavo.numerics import ROW, Cast, QTensor, group
@@ -52,10 +52,6 @@ FAST = [  # as above, of row scales
 ]  # fmt: skip
 PROMOTED = [(128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 3, 4), (128, 256, 1, 3, 8), (256, 128, 1, 3, 8)]
 CACHED = [Tile(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=BF16)
 
 
 def show(found: list[tuple[Any, float]], flops: float = 0.0, copy: float = 0.0) -> None:

@@ -67,11 +67,6 @@ CELLS = {"1b, compile": ("1b", True), "1b, eager": ("1b", False), "8b, compile":
 NEEDS = {"Liger": "liger-kernel", "torchao": "torchao"}  # packages of the modes with such a word
 
 
-def available(names: Any) -> list[str]:
-    """The names whose packages are installed."""
-    return [n for n in names if all(record.installed(p) for word, p in NEEDS.items() if word in n)]
-
-
 # --- Whole steps -----------------------------------------------------------------------------------------------
 
 
@@ -130,7 +125,8 @@ class Step:
 
 def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     """The SQNR of each mode's gradients against BF16's, its milliseconds and its peak."""
-    training, modes = Training(shape), available(MODES)
+    training = Training(shape)
+    modes = [mode for mode in MODES if all(record.installed(p) for word, p in NEEDS.items() if word in mode)]
     steps = {mode: training.step_of(mode, compiled) for mode in modes}
     gradients = {mode: made(mode, step.gradients) for mode, step in steps.items()}
     steps = {mode: step for mode, step in steps.items() if gradients[mode] is not None}
@@ -139,10 +135,8 @@ def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     del gradients, exact
     peaks = {mode: harness.peak_of(step, 0) / 2**30 for mode, step in steps.items()}
     times = harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1)
-    rows = {
-        mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)}
-        for mode, row in harness.rows_of(times, BASE, "speed").items()
-    }
+    speeds = harness.rows_of(times, BASE, "speed")
+    rows = {mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)} for mode, row in speeds.items()}
     for mode, row in rows.items():
         show(f"{name:12} {mode:34}", row)
     return {"modes": rows, "rounds": times}

@@ -19,7 +19,7 @@ What stands between `<!-- if failures(results) -->` and `<!-- end -->` is left o
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,7 @@ EACH = re.compile(r"<!-- each (.+?) -->\n\|(.*)\|\n\|.*\|\n\|(.*)\|")
 
 Result = dict[str, Any]
 Row = Mapping[str, Any]
+Rows = Iterator[Row]
 
 
 class Fields(dict[str, Any]):
@@ -156,9 +157,7 @@ def machine(result: Result) -> str:
     return ", ".join(form.format(facts[key]) for key, form in forms.items() if facts.get(key)) + "."
 
 
-HELPERS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (spread, group, span, joined, machine, median, log)
-}
+HELPERS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (spread, group, span, joined, machine, median, log)}
 
 
 def names_of(results: dict[str, Result], *modules: ModuleType) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import csv
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from bench.gpu import modes
 from bench.gpu.modes import BASE, FP8_CACHE, FUSED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
 from bench.report import loss, scaling, training
-from bench.report.filler import Result, Row, fill, names_of, number, spread
+from bench.report.filler import Result, Row, Rows, fill, names_of, number, spread
 from octavo.nn.only_if_faster import SHIPPED
 from octavo.rates.measured import Measurement, Table
 
@@ -22,8 +22,6 @@ SCOPES = {"whole": "`torch.compile(model)`", "block": "`block.compile()` for eac
 EXPERTS = {"mixtral": "Mixtral's", "small experts": "small experts"}
 # A mode of the stack whose code was replaced after it was measured: the table of recipes has the speed of the new code.
 REPLACED = "ours plain: delayed, compile"
-
-Rows = Iterator[Row]
 
 
 # --- Generating text -------------------------------------------------------------------------------------------
@@ -149,7 +147,7 @@ def fastest_bf16(ms: dict[str, float]) -> str:
     return min((mode for mode in ms if mode.startswith("BF16")), key=ms.__getitem__)
 
 
-def attention_times(cells: list[Result]) -> Iterator[Row]:
+def attention_times(cells: list[Result]) -> Rows:
     """Each mode by tokens and pass, with its speed over the fastest of BF16."""
     for cell in cells:
         for which, words in (("forward", "forward"), ("both", "forward and backward")):

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
 from bench.gpu.plan import AIMS, HOST_MODES, HOSTED, KINDS, MODELS, with_plan
-from bench.report.filler import Fields, Result, Row
+from bench.report.filler import Fields, Result, Rows
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs
 from octavo.plan.cases import Case, TrainingPlan, find_architecture
@@ -18,7 +18,6 @@ from octavo.rates.measured import find_gpu, grouped_seconds, known_gpus
 from octavo.recipe import get_recipe
 from octavo.train.config import Config
 
-Rows = Iterator[Row]
 STACK = {  # modes of gpu_stack.json: recipe, whether Octavo's own blocks, whether a figure of the plan was fitted to it
     BASE: ("bf16", False, "attention"),
     FUSED: ("rowwise", True, "temporary tensors"),

@@ -1,19 +1,18 @@
 """The tables of docs/recipes.md: every recipe with its evidence, and the choice that follows; and of docs/gpus.md."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from itertools import product
 
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, promoted
-from bench.report.filler import MISSING, Result, Row, number
+from bench.report.filler import MISSING, Result, Rows, number
 from octavo.checkpoint.scheme import SCHEMES, find_gemm, scheme_on
 from octavo.ops.dispatch import gemm_backends, grouped_backends, in_formats_of
 from octavo.ops.launching import ARCHITECTURES
 from octavo.recipe import GEMMS, PRESETS, Recipe, blockwise, mxfp8, rowwise
 
-Rows = Iterator[Row]
 DEFAULT = "rowwise"
 RESOLUTION = 0.0025  # the smallest gap that the runs are meant to resolve
 NOISE = 0.02  # of speeds and peaks: recipes that are closer to the default count as its equals
@@ -131,8 +130,8 @@ SHOWN = [ARCHITECTURES[key] for key in ("ampere", "ada", "hopper", "blackwell", 
 def recipes_by_gpu() -> Rows:
     presets = [preset() for preset in PRESETS.values()]
     rows = [(f"`{recipe.name}`", recipe, gemm_backends) for recipe in presets if recipe.quantized]
-    for recipe in (rowwise(), blockwise(), mxfp8()):
-        rows.append((f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends))
+    experts = (rowwise(), blockwise(), mxfp8())
+    rows += [(f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends) for recipe in experts]
     for (name, recipe, find), gpu in product(rows, SHOWN):
         names = dict.fromkeys(backend.name for backend in find(in_formats_of(gpu, recipe), gpu).values())
         yield {"recipe": name, "gpu": gpu.name, "gemm": "none" if "none" in names else ", ".join(names)}

@@ -2,15 +2,14 @@
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
-from bench.report.filler import Result, Row
+from bench.report.filler import Result, Row, Rows
 from octavo.plan.step_time import NODE, Links, Training
 from octavo.rates.measured import find_gpu
 
-Rows = Iterator[Row]
 WORLDS = (64, 256, 1024, 4096)
 GROUP = 64  # GPUs that share the weights, at most
 LAYERS = 32  # of Llama-3-8B
@@ -71,9 +70,8 @@ def gathered_share(run: Result, name: str) -> float:
 def network(results: dict[str, Result]) -> Rows:
     for result in runs(results, "gpu_network_"):
         for link in sorted(result["links"], key=lambda link: -link["bytes_per_second"]):
-            rounds = link["rounds"]
             gains = {"to_wide": speedup(link, OURS, WIDE), "to_base": speedup(link, OURS, BASE)}
-            for mode, times in rounds.items():
+            for mode, times in link["rounds"].items():
                 yield {**result["setting"], **link, **gains, "mode": mode, "ms": statistics.median(times)}
 
 

@@ -1,13 +1,13 @@
 """The measured speeds that the package ships: of packing schemes, of attention in FP8, and of experts."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
 from bench.gpu.modes import speedup
-from bench.report.filler import Result, Row
+from bench.report.filler import Result, Row, Rows
 from bench.report.performance import EXPERTS, fastest_bf16, scheme_speeds
 
 PACKAGE = Path(__file__).parents[2] / "src" / "octavo"
@@ -59,7 +59,7 @@ def schemes(results: dict[str, Result]) -> str:
     return text(results["gpu_schemes"], speeds=speeds)
 
 
-def by_scheme(rows: Iterable[Row], ways: Mapping[str, str]) -> Iterator[Row]:
+def by_scheme(rows: Iterable[Row], ways: Mapping[str, str]) -> Rows:
     """A row for each scheme, of rows that have the microseconds of several ways."""
     for row in rows:
         for way, scheme in ways.items():

@@ -1,9 +1,8 @@
 """The figures of docs/pretraining.md and docs/vision.md: whole models trained in BF16 and in FP8."""
 
 import statistics
-from collections.abc import Iterator
 
-from bench.report.filler import Fields, Result, Row
+from bench.report.filler import Fields, Result, Rows
 from octavo.evaluation.metrics import ratio
 
 BASE = "bf16"
@@ -27,14 +26,14 @@ def label(result: Result) -> str:
     return str(result["model"]) + ("" if whole else f", first {result['compared_tokens'] / 1e6:.1f} M tokens")
 
 
-def every_run(results: dict[str, Result]) -> Iterator[Row]:
+def every_run(results: dict[str, Result]) -> Rows:
     """The figures of each run, and the loss that its seconds lead to."""
     keys = "label", "mode", "seed", "compared_tokens", "compared_loss", "tokens_per_second", "peak_bytes"
     for row in ({**result, **run} for result in models(results) for run in result["runs"]):
         yield {key: row[key] for key in (*keys, "seconds_to_target", "target")}
 
 
-def speeds(results: dict[str, Result]) -> Iterator[Row]:
+def speeds(results: dict[str, Result]) -> Rows:
     """The mean over seeds of each mode's speed, memory and time to the target, and BF16's."""
     for result in models(results):
         means = {key: mean_of(result, key) for key in ("tokens_per_second", "peak_bytes", "seconds_to_target")}
@@ -53,7 +52,7 @@ def resolved(interval: list[float] | None) -> str:
     return "no: these runs cannot tell the gap from zero" if cannot else "yes"
 
 
-def curves(results: dict[str, Result]) -> Iterator[Row]:
+def curves(results: dict[str, Result]) -> Rows:
     """The mean loss over seeds by tokens, while all runs of a model go on."""
     for result in models(results):
         for at, point in enumerate(result["runs"][0]["evaluations"]):
@@ -70,7 +69,7 @@ def curves(results: dict[str, Result]) -> Iterator[Row]:
 # --- Small vision models ---------------------------------------------------------------------------------------
 
 
-def gaps(result: Result, task: str) -> Iterator[Row]:
+def gaps(result: Result, task: str) -> Rows:
     """For each figure and recipe: the mean difference to BF16 of the same seed, its interval, and BF16's spread."""
     recipes = list(dict.fromkeys(run["recipe"] for run in result[task]))
     for key, name, form in FIGURES[task]:
@@ -102,7 +101,7 @@ def lost(result: Result) -> str:
     )
 
 
-def converted_layers(shapes: Result) -> Iterator[Row]:
+def converted_layers(shapes: Result) -> Rows:
     """The layers whose speed was predicted."""
     for name, cell in shapes.items():
         for mode, facts in cell["conversion"].items():

@@ -254,8 +254,6 @@ class ShortRun:
     @property
     def loss(self) -> float:
         """The mean of the last quarter; inf if the run diverged."""
-        if not math.isfinite(self.losses[-1]):
-            return math.inf
         return statistics.fmean(self.losses[-max(len(self.losses) // 4, 1) :])
 
 

@@ -36,18 +36,23 @@ class LayerError:
         return sqnr(self.signal, self.noise)
 
 
+def with_parameters(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have parameters of their own, or a packed weight, by name."""
+    own = {name: (*m.parameters(recurse=False), m._buffers.get("weight")) for name, m in model.named_modules()}
+    return {name: model.get_submodule(name) for name, tensors in own.items() if any(t is not None for t in tensors)}
+
+
 def layer_errors(
     reference: nn.Module,
     other: nn.Module,
     run: Callable[[nn.Module], object],
-    choose: Callable[[nn.Module], dict[str, nn.Module]] | None = None,
+    choose: Callable[[nn.Module], dict[str, nn.Module]] = with_parameters,
 ) -> Iterator[tuple[str, LayerError]]:
     """The error of y of each layer that both models call by one name, in the order of the reference's calls.
 
     `run` computes a forward pass of the model that it is given, and `choose` gives the modules to compare: by default
     those `with_parameters`. The outputs of both models stay in memory.
     """
-    choose = choose or with_parameters
     expected, found = (_outputs(model, run, choose(model)) for model in (reference, other))
     for name, calls in expected.items():
         pairs = list(zip(calls, found.get(name, ()), strict=False))
@@ -86,12 +91,6 @@ class Call:
 
 See = Callable[[Call, str, Tensor], None]
 """the call, the name of the tensor (x, y, dy or dx), and its value"""
-
-
-def with_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have parameters of their own, or a packed weight, by name."""
-    own = {name: (*m.parameters(recurse=False), m._buffers.get("weight")) for name, m in model.named_modules()}
-    return {name: model.get_submodule(name) for name, tensors in own.items() if any(t is not None for t in tensors)}
 
 
 @contextmanager

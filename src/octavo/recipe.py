@@ -287,7 +287,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON values: each GEMM by the names of its operands, None for BF16."""
-        gemms = {name: _gemm_to_dict(getattr(self, name), *operands) for name, operands in _OPERANDS.items()}
+        gemms: dict[str, Any] = dict.fromkeys(GEMMS)
+        for name, (a, b) in _OPERANDS.items():
+            if gemm := getattr(self, name):
+                gemms[name] = {a: gemm.a.to_dict(), b: gemm.b.to_dict(), "fast_accumulation": gemm.fast_accumulation}
         settings = {"name": self.name, "rotate": list(self.rotate), "emulate": self.emulate}
         # Earlier versions read the recipes of all others.
         return settings | ({"exact_backward": True} if self.exact_backward else {}) | gemms
@@ -332,12 +335,6 @@ class FusableRecipe:
     dw: Gemm
     emulate: bool
     text: str
-
-
-def _gemm_to_dict(gemm: Gemm | None, a: str, b: str) -> dict[str, Any] | None:
-    if gemm is None:
-        return None
-    return {a: gemm.a.to_dict(), b: gemm.b.to_dict(), "fast_accumulation": gemm.fast_accumulation}
 
 
 # ---- The presets.

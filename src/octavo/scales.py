@@ -27,15 +27,9 @@ from octavo.nn.parallel_weights import parallel_of
 from octavo.numerics.qtensor import Cast
 
 __all__ = [
-    "cast_once",
-    "freeze_scales",
-    "learn_scales",
-    "load_scale_state",
-    "saturation",
-    "scale_state",
-    "seed_scales",
+    "cast_once", "freeze_scales", "learn_scales", "load_scale_state", "saturation", "scale_state", "seed_scales",
     "update_scales",
-]
+]  # fmt: skip
 
 
 @contextmanager
@@ -157,9 +151,7 @@ def seed_scales(model: nn.Module, calibration: Any) -> None:
     Raises:
         ValueError: no layer of `model` has a history, or the calibration lacks one. Nothing is changed.
     """
-    layers: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if getattr(module, "histories", None) is not None
-    }
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if getattr(m, "histories", None) is not None}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no scale histories: octavo.convert(model, 'delayed') first")
     known: Mapping[str, Sequence[float]] = calibration.input_histories  # the amax in each batch, oldest first
@@ -237,15 +229,12 @@ def cast_once(model: nn.Module) -> Iterator[None]:
 
     refresh = _Refresh(caches)
     refresh()
-    loaded = model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
-    hooks = [register_optimizer_step_post_hook(refresh_after_step), loaded]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
         for cache, _, _ in caches:
-            cache.clear()
+            stack.callback(cache.clear)
+        stack.enter_context(register_optimizer_step_post_hook(refresh_after_step))
+        stack.enter_context(model.register_load_state_dict_post_hook(refresh))  # type: ignore[no-untyped-call]
+        yield
 
 
 CachedStack = tuple[WeightCache, Sequence[nn.Linear], Cast]

@@ -8,7 +8,6 @@ first call of a size, which compiles kernels and captures graphs, is timed apart
 import gc
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from octavo.util import Progress, installed, no_progress
+from octavo.util import Progress, installed, no_progress, output_of
 from octavo.version import __version__
 
 Generate = Callable[[Tensor, int], Tensor]
@@ -52,13 +51,8 @@ def facts() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    if not (_SOURCE / ".git").exists():
-        return ""
-    words = ["git", "-C", str(_SOURCE), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # no git
-        return ""
+    words = ("git", "-C", str(_SOURCE), "rev-parse", "--short", "HEAD")
+    return output_of(*words).strip() if (_SOURCE / ".git").exists() else ""
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -224,6 +225,15 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def output_of(*words: str) -> str:
+    """The standard output of a program; "" if it is not installed or fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 # ---- Choosing the device of a command or a function.

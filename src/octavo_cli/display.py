@@ -25,7 +25,6 @@ from octavo.util import Progress, Table, discard_output, printable
 
 CLOSED_PIPE = 128 + 13  # the exit code of a program that SIGPIPE ended
 _PROSE = 30  # columns that prose keeps on a narrow terminal
-_WIDE = 1_000_000
 _LONGEST = 200  # characters of a name in a table
 _NUMBER = re.compile(r"([+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf|nan)[%x]?)?")  # of a column that is aligned on its right
 _GAP = "  "  # between columns
@@ -65,7 +64,7 @@ def print_table(table: Table, *, header: bool = True) -> None:
             )
         for row in cells:
             grid.add_row(*map(Text, row))
-        needed = grid.__rich_measure__(console, console.options.update(max_width=_WIDE))
+        needed = grid.__rich_measure__(console, console.options.update(max_width=1_000_000))
         _Screen(width=max(console.width, needed.minimum)).print(grid, crop=False)
         return
     sides = [name in right for name in columns]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -169,7 +170,9 @@ def formats_command(
     """
     from octavo.numerics.formats import get_format
 
-    number = None if what is None else _number(what)
+    number: float | None = None
+    with suppress(ValueError):
+        number = None if what is None else float(what)
     if what is not None and number is None:
         if format is not None:
             raise ValueError(f"--format shows a number in that format, got the recipe {what!r}: leave one of them out")
@@ -185,13 +188,6 @@ def formats_command(
     else:
         left_out = ("bits",) if number is None else ("below", "above", "error")
         print_rows([{name: _text(row[name]) for name in row if name not in left_out} for row in rows])
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _print_recipe(recipe: str) -> None:

@@ -21,7 +21,6 @@ from bench.gpu.ranks import covered, kind_of, split, without_first
 from octavo.models.llama import LlamaConfig, rope_tables
 
 TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=2, kv_heads=1, mlp_width=96, context=16, tied=False)
-TOKENS = 16
 BLOCK = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96 + 2 * 64  # parameters
 EAGER = "bf16, eager"
 
@@ -33,8 +32,8 @@ def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
     MODES["broken"] = replace(MODES[EAGER], convert=fail)
     MODES["not in FP8"] = replace(MODES[EAGER], convert=lambda model: None)
-    write(results := list(fsdp.measure([BASE, EAGER, "broken", "not in FP8", WIDE, OURS], TINY, TOKENS, 3)))
-    write(fsdp.over_links([BASE, WIDE], TINY, TOKENS, [1, 2], 2))
+    write(results := list(fsdp.measure([BASE, EAGER, "broken", "not in FP8", WIDE, OURS], TINY, 3)))
+    write(fsdp.over_links([BASE, WIDE], TINY, [1, 2], 2))
     return results[-1][1]["modes"]
 
 
@@ -64,7 +63,7 @@ def test_modes_are_measured_and_written(tmp_path: Path) -> None:
     assert ours["gathered_bytes"] == (2 * 2 * (BLOCK - 128 + 4 * rows_of_weights + 2 * 128) + 2 * root) // 2
     assert base["reduced_bytes"] == (2 * BLOCK + root) // 2 * 4
     assert ours["reduced_bytes"] == wide["reduced_bytes"] == base["reduced_bytes"] // 2  # Octavo sends BF16 gradients
-    assert eager["tokens_per_second"] == pytest.approx(TOKENS * 1e3 / statistics.median(eager["rounds"][EAGER]))
+    assert eager["tokens_per_second"] == pytest.approx(TINY.context * 1e3 / statistics.median(eager["rounds"][EAGER]))
     turns = [b / a for a, b in zip(eager["rounds"][EAGER], eager["rounds"][BASE], strict=True)]
     assert eager["ratio"] == statistics.median(turns)
 
@@ -115,8 +114,8 @@ def measure_blocks(rank: int, folder: str) -> list[Any]:
     mesh = init_device_mesh("cpu", (2,))
     tensor_parallel.MODES["broken"] = replace(tensor_parallel.MODES["bf16"], split=fail)
     names = ["bf16", "bf16, async", "broken", "octavo: rowwise"]
-    write(tensor_parallel.measure(names, BLOCKS, 16, mesh, 2, compiled=False))
-    runner = tensor_parallel.Runner(tensor_parallel.MODES["bf16"], BLOCKS, 16, mesh, compiled=False)
+    write(tensor_parallel.measure(names, BLOCKS, mesh, 2, compiled=False))
+    runner = tensor_parallel.Runner(tensor_parallel.MODES["bf16"], BLOCKS, mesh, compiled=False)
     return [t.tolist() for t in runner.step()]
 
 

@@ -23,7 +23,7 @@ from octavo.ops import Backend, dispatch
 from octavo.ops.dispatch import find_int8_backend
 from octavo.ops.launching import ARCHITECTURES as GPUS
 from octavo.packing import unpack
-from octavo.rates.measured import measured_expert_speeds, measured_speeds, slower_experts_note, slower_note
+from octavo.rates.measured import experts_like, measured_speeds, slower_experts_note, slower_note
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -149,7 +149,7 @@ def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme, monkeypatch):
 
 
 def test_a_note_names_what_was_measured_to_be_slower_on_this_gpu(monkeypatch):
-    layers, (sizes, experts) = measured_speeds(), measured_expert_speeds()[0]
+    layers, (sizes, experts) = measured_speeds(), experts_like(4096 * 14336)
     for gpu in ("NVIDIA H200", "NVIDIA L40S"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
         for scheme in SCHEMES.values():

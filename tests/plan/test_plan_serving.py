@@ -15,7 +15,7 @@ from octavo.ops import quantize
 from octavo.plan.cases import Case, find_architecture
 from octavo.plan.model_shape import Architecture, Layer
 from octavo.plan.serving import ServingPlan, find_speeds, weight_bytes
-from octavo.rates.measured import find_gpu, measured_expert_speeds, measured_speeds
+from octavo.rates.measured import _read, find_gpu, measured_speeds
 from octavo.train.config import Config
 
 MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/gpu_serve.json").read_text())
@@ -72,9 +72,9 @@ def test_routers_stay_in_bf16_and_each_expert_has_its_scales():
 
 def test_the_speed_of_experts_is_that_of_the_layer_of_the_nearest_size():
     gpu = find_gpu("h200")
-    for shape, speeds in measured_expert_speeds():
-        experts = Layer("up", shape["width"], 2 * shape["mlp_width"], copies=8, active=2)
-        for tokens, by_scheme in speeds.items():
+    for layer in _read("expert_speeds.json")["layers"]:
+        experts = Layer("up", layer["shape"]["width"], 2 * layer["shape"]["mlp_width"], copies=8, active=2)
+        for tokens, by_scheme in layer["speeds"].items():
             for name, speed in by_scheme.items():
                 assert find_speeds(SCHEMES[name], gpu, experts).at(tokens) == pytest.approx(speed)
 

@@ -31,18 +31,9 @@ from octavo.train.config import Config
 from octavo.train.model import make_model as build
 from octavo.train.model import prepare_blocks
 
-STUDIES = Path(__file__).parents[1] / "studies.toml"
-
-
-def read_configs() -> dict[str, Config]:
-    """The settings of each table of studies.toml."""
-    found: dict[str, Config] = {}
-    for name, table in tomllib.loads(STUDIES.read_text()).items():
-        found[name] = found.get(table.pop("like", ""), Config()).change(**table)
-    return found
-
-
-CONFIGS = read_configs()
+CONFIGS: dict[str, Config] = {}  # the settings of each table of studies.toml
+for _name, _table in tomllib.loads((Path(__file__).parents[1] / "studies.toml").read_text()).items():
+    CONFIGS[_name] = CONFIGS.get(_table.pop("like", ""), Config()).change(**_table)
 TORCHAO = {"torchao": "rowwise", "torchao_rowwise": "rowwise", "torchao_tensorwise": "tensorwise"}
 IF_FASTER, FP8_ATTENTION, FP8_HEAD = "_if_faster", " + FP8 attention", " + FP8 head"
 OF, BY, WITHOUT = " of ", " by ", " without "

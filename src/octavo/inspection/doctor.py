@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from octavo.ops.launching import find_architecture
-from octavo.util import installed
+from octavo.util import installed, output_of
 from octavo.version import __version__
 
 # ---- Combinations of versions and settings that fail or are slow, each with its fix.
@@ -152,7 +151,7 @@ def read_versions(device: torch.device) -> dict[str, Any]:
         **{name: number for name in _PACKAGES if (number := installed(name))},
         "device": device.type,
     }
-    toolkit = re.findall(r"release (\d+\.\d+)", _output("nvcc", "--version"))
+    toolkit = re.findall(r"release (\d+\.\d+)", output_of("nvcc", "--version"))
     optional = {"driver": driver_version(), "toolkit": "".join(toolkit[:1]), "cuda": torch.version.cuda}
     found |= {name: value for name, value in optional.items() if value}
     if device.type != "cuda":
@@ -175,14 +174,5 @@ def driver_version() -> str:
     """The version of the NVIDIA driver; "" where there is none."""
     if _DRIVER.is_file() and (found := re.search(r"\b(\d{3}\.\d+(\.\d+)?)\b", _DRIVER.read_text())):
         return found[1]
-    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    lines = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return lines[0].strip() if lines else ""
-
-
-def _output(*words: str) -> str:
-    """The standard output of a program; "" if it is not installed or fails."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

@@ -73,9 +73,7 @@ class LeftOut:
     reason: str  # why `octavo.convert` leaves it, or that it would convert it
 
 
-def find_left_out(
-    model: nn.Module, operations: Sequence[Operation], patterns: Mapping[str, str]
-) -> tuple[LeftOut, ...]:
+def find_left_out(model: nn.Module, operations: Sequence[Operation], patterns: dict[str, str]) -> tuple[LeftOut, ...]:
     """The products of `operations` that do not run in FP8, the largest share first."""
     modules, reasons = dict(model.named_modules()), dict[str, str]()
     with suppress(ValueError):  # no layer can be converted
@@ -219,12 +217,11 @@ class DtypeFlow:
     @property
     def flops(self) -> dict[str, dict[str, int]]:
         """FLOPs of products, convolutions and attention: phase -> dtype -> FLOPs."""
-        found: dict[str, dict[str, int]] = {}
+        found = {phase: Counter[str]() for phase in PHASES}
         for each in self.operations:
             if each.flops:
-                phase = found.setdefault(each.phase, {})
-                phase[each.computes_in] = phase.get(each.computes_in, 0) + each.flops
-        return {phase: found[phase] for phase in PHASES if phase in found}
+                found[each.phase][each.computes_in] += each.flops
+        return {phase: dict(flops) for phase, flops in found.items() if flops}
 
     @property
     def rows(self) -> list[Row]:

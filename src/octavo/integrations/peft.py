@@ -48,19 +48,17 @@ class FusedLoraLinear(AdaptedLayer, LoraLinear):  # type: ignore[misc]
         y = None if args or kwargs else adapted_output(self, x)
         return super().forward(x, *args, **kwargs) if y is None else y
 
-    def parts(self) -> tuple[nn.Module, list[Adapter]] | None:
-        me: Any = self  # mypy takes the attributes of PEFT for those of a module
-        base: nn.Module = me.base_layer
-        if me.disable_adapters or me.merged:
-            return None if me.disable_adapters and me.merged else (base, [])
-        active = [name for name in me.active_adapters if name in me.lora_A]
-        layers = [(me.lora_A[name], me.lora_B[name]) for name in active]
-        dropped = self.training and any(getattr(me.lora_dropout[name], "p", 0) for name in active)
+    def parts(self: Any) -> tuple[nn.Module, list[Adapter]] | None:  # mypy knows no attributes of PEFT
+        if self.disable_adapters or self.merged:
+            return None if self.disable_adapters and self.merged else (self.base_layer, [])
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        layers = [(self.lora_A[name], self.lora_B[name]) for name in active]
+        dropped = self.training and any(getattr(self.lora_dropout[name], "p", 0) for name in active)
         plain = all(type(a) is type(b) is nn.Linear and b.bias is None for a, b in layers)
-        if dropped or not plain or any(name in me.lora_variant for name in active):
+        if dropped or not plain or any(name in self.lora_variant for name in active):
             return None
-        scales = [float(me.scaling[name]) for name in active]
-        return base, [Adapter(a.weight, b.weight, s) for (a, b), s in zip(layers, scales, strict=True)]
+        scales = [float(self.scaling[name]) for name in active]
+        return self.base_layer, [Adapter(a.weight, b.weight, s) for (a, b), s in zip(layers, scales, strict=True)]
 
 
 class PackedLoraLinear(FusedLoraLinear):

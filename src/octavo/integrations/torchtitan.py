@@ -68,10 +68,9 @@ class FP8Linear(Linear, Module):  # type: ignore[misc]
         """Divide the layer over the ranks of tensor parallelism as its sharding configuration says."""
         super().parallelize(parallel_dims)
         config: Any = self._sharding_config
-        weight = self.weight
-        if not isinstance(weight, DTensor):
+        if not isinstance(self.weight, DTensor):
             return
-        mesh, (placement,) = weight.device_mesh, weight.placements
+        mesh, (placement,) = self.weight.device_mesh, self.weight.placements
         if not isinstance(placement, Shard):
             raise NotImplementedError(
                 f"octavo has no tensor parallelism for {self.name}, whose weight each rank has whole: leave it in BF16 "
@@ -165,8 +164,7 @@ class FP8Converter(QuantizationConverter):  # type: ignore[misc]
         check_globs(self.config.skip, [name for name, *_ in (*layers, *experts)])
         rows = [ReportRow(n, (c.out_features, c.in_features), self._skip_reason(n, c)) for n, c, *_ in layers]
         if self.config.only_if_faster:
-            tokens = self.config.tokens
-            shapes = {row.name: (tokens, row.shape[1], row.shape[0]) for row in rows if not row.reason}
+            shapes = {row.name: (self.config.tokens, row.shape[1], row.shape[0]) for row in rows if not row.reason}
             speedups = find_speedups(recipe, gemm_backends(recipe, device), device, set(shapes.values()))
             rows = [*skip_slower(rows, shapes, speedups)]
         reasons = {row.name: row.reason for row in rows}

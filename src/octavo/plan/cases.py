@@ -369,10 +369,8 @@ class Case:
             return replace(find_architecture("", own), name=self.model), own
         config = Config().change(**self.settings)
         model = find_architecture(self.model, config)
-        if fixed := [f"--{name.replace('_', '-')}" for name in _SIZES if name in self.settings]:
-            raise ValueError(
-                f"{model.name} has sizes of its own: leave out {fixed[0]}, or plan a TOML file of settings"
-            )
+        if size := next((f"--{name.replace('_', '-')}" for name in _SIZES if name in self.settings), ""):
+            raise ValueError(f"{model.name} has sizes of its own: leave out {size}, or plan a TOML file of settings")
         if not model.vocabulary and "context" in self.settings and config.context != model.context:
             raise ValueError(f"--context of the image model {model.name} is {model.context}; got {config.context}")
         usual: dict[str, Any] = {"context": min(model.context, CONTEXT), "compile.blocks": True}

@@ -15,7 +15,7 @@ The context of CUDA is not counted. It takes about as much as a GPU has beyond t
 
 from dataclasses import dataclass
 
-from octavo.numerics.qtensor import ROW, TENSOR, Granularity
+from octavo.numerics.qtensor import ROW, TENSOR
 from octavo.ops.dispatch import COLUMNS
 from octavo.plan.model_shape import Architecture, Block, Layer
 from octavo.plan.setup import BF16, FP8, Setup
@@ -220,18 +220,13 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
 
 
 def element_bytes(elements: int, recipe: Recipe) -> float:
-    """Bytes of the input x [elements] of a token, as dw reads it."""
+    """Bytes of the input x [elements] of a token, as dw reads it, and of its scales."""
     cast = recipe.x if recipe.exact_backward else None if recipe.dw is None else recipe.dw.b
-    return 2.0 * elements if cast is None else elements + scale_bytes(cast.granularity, elements)
-
-
-def scale_bytes(granularity: Granularity, elements: int) -> float:
-    """Bytes of the scales of a row of so many elements."""
-    if granularity == TENSOR:
-        return 0.0
-    if granularity == ROW:
-        return 4.0
-    return 4.0 * elements / (granularity.cols or elements)
+    if cast is None:
+        return 2.0 * elements
+    by = cast.granularity
+    scales = 0.0 if by == TENSOR else 1.0 if by.cols is None else elements / by.cols  # of a row
+    return elements + 4.0 * scales
 
 
 def checkpointed_bytes(setup: Setup, block: Block, mode: str) -> float:

@@ -149,9 +149,7 @@ class Architecture:
     @property
     def active_parameters(self) -> int:
         """Parameters that a token is multiplied with: of experts those that it runs through, and the head."""
-        inside = sum(
-            block.count * layer.inputs * layer.outputs * layer.active for block in self.blocks for layer in block.layers
-        )
+        inside = sum(b.count * layer.inputs * layer.outputs * layer.active for b in self.blocks for layer in b.layers)
         return inside + self.width * self.vocabulary
 
 
@@ -290,7 +288,7 @@ def _decoder_with_positions(name: str, f: Fields, positions: int, *, bias: bool)
     )  # fmt: skip
 
 
-def _encoder_block(count: int, width: int, heads: int, hidden: int, *, bias: bool, causal: bool) -> Block:
+def _encoder_block(count: int, width: int, heads: int, hidden: int, bias: bool = True, causal: bool = False) -> Block:
     """Attention and a GELU MLP, each after a LayerNorm."""
     projections = (Layer("qkv", width, width, bias),) * 3
     layers = (*projections, Layer("o", width, width, bias), Layer("up", width, hidden, bias))
@@ -301,9 +299,7 @@ def _encoder_block(count: int, width: int, heads: int, hidden: int, *, bias: boo
 def _vit(name: str, f: Fields) -> Architecture:
     width, patch, channels = f["hidden_size"], f.get("patch_size", 16), f.get("num_channels", 3)
     patches = (f.get("image_size", 224) // patch) ** 2
-    block = _encoder_block(
-        f["num_hidden_layers"], width, f["num_attention_heads"], f["intermediate_size"], bias=True, causal=False
-    )
+    block = _encoder_block(f["num_hidden_layers"], width, f["num_attention_heads"], f["intermediate_size"])
     embeddings = width * (channels * patch**2 + 1) + width * (patches + 2)  # patches, positions, the class token
     return Architecture(
         name, "vit", width, patches + 1, 0, (block,), head=0, embeddings=embeddings, others=2 * width, layer_norm=True
@@ -316,10 +312,8 @@ def _dit(name: str, f: Fields) -> Architecture:
     width = f.get("hidden_size") or heads * f["attention_head_dim"]
     patch, channels = f["patch_size"], f["in_channels"]
     tokens = (f["sample_size"] // patch) ** 2
-    block = _encoder_block(
-        f.get("num_hidden_layers") or f["num_layers"], width, heads, int(f.get("mlp_ratio", 4) * width),
-        bias=True, causal=False,
-    )  # fmt: skip
+    depth = f.get("num_hidden_layers") or f["num_layers"]
+    block = _encoder_block(depth, width, heads, int(f.get("mlp_ratio", 4) * width))
     modulation = Layer("modulation", width, 6 * width, bias=True, active=0)
     block = Block(block.count, (*block.layers, modulation), block.attention, gated=False, others=0)
     patches = width * (channels * patch**2 + 1)

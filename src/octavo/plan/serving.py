@@ -24,14 +24,7 @@ from octavo.ops.launching import ARCHITECTURES
 from octavo.plan.model_shape import Architecture, Block, Layer
 from octavo.plan.setup import attention_seconds, find_origins, fp8_limit
 from octavo.plan.step_time import Links
-from octavo.rates.measured import (
-    Gpu,
-    forward_seconds,
-    fp8_speed,
-    interpolate_along,
-    measured_experts_like,
-    measured_speeds,
-)
+from octavo.rates.measured import Gpu, experts_like, forward_seconds, fp8_speed, interpolate_along, measured_speeds
 from octavo.recipe import Recipe
 
 # ---- The packing schemes of a served model: the bytes of packed weights, and the speed of their GEMMs over that of
@@ -103,7 +96,7 @@ def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
 
 
 def _points(scheme: str, experts: Layer | None) -> dict[int, float]:
-    table = measured_speeds() if experts is None else measured_experts_like(experts.inputs * experts.outputs)[1]
+    table = measured_speeds() if experts is None else experts_like(experts.inputs * experts.outputs)[1]
     return {m: found[scheme] for m, found in table.items() if scheme in found}
 
 
@@ -330,9 +323,7 @@ def _traffic(server: Server, block: Block) -> float:
     an element less, and the speed of the linear layers has a pass too many, of three bytes an element."""
     u = block.activated
     wide = 16.0 * server.model.width + 4.0 * (block.attention.queries + block.attention.keys) + 2.0 * (u + block.hidden)
-    cast = [
-        group[0].inputs for group in block.groups if group[0].group in ("qkv", "up", "down") and group[0].copies == 1
-    ]
+    cast = [first.inputs for first, *_ in block.groups if first.group in ("qkv", "up", "down") and first.copies == 1]
     fused = server.scheme in (CHANNEL, INT8) and server.speeds.gemm not in ("weight-only", "dequantized")
     return wide - 4.0 * sum(cast) if fused else wide
 
@@ -358,9 +349,7 @@ def _layer_step_seconds(server: Server, layer: Layer) -> float:
 
 
 def _exchange_seconds(server: Server, rows: int) -> float:
-    """Two sums of the residual stream in BF16 over the GPUs of one block, each a reduction and a gather."""
-    if server.gpus == 1:
-        return 0.0
+    """Two sums of the residual stream in BF16 over the GPUs of one block, each a reduction and a gather; 0 for one."""
     return 4 * Links(server.gpu.link).gather(2.0 * rows * server.model.width, server.gpus)
 
 

@@ -438,7 +438,7 @@ def slower_experts_note(scheme: Scheme, sizes: tuple[int, int], device: torch.de
 
     `sizes` are [N, K] of a gate and up matrix. The measured layer whose matrices are the most alike in size counts.
     """
-    shape, speeds = measured_experts_like(math.prod(sizes) / 2)
+    shape, speeds = experts_like(math.prod(sizes) / 2)
     figures = _slower(speeds, scheme) if _is_measured(device) else ""
     if not figures:
         return ""
@@ -451,13 +451,10 @@ def slower_experts_note(scheme: Scheme, sizes: tuple[int, int], device: torch.de
 def speeds_note(schemes: Iterable[str]) -> str:
     """The speed over BF16 of the linear layers by each of `schemes`, for one token and for a long prompt, in words."""
     speeds = measured_speeds()
-    few, many = min(speeds), max(speeds)
-    known = [
-        f"{name} {speeds[few][name]:.2f}x and {speeds[many][name]:.2f}x"
-        for name in schemes
-        if name in speeds[few] and name in speeds[many]
-    ]
-    where = f"BF16's speed at {plural(few, 'token')} and at {plural(many, 'token')} (Llama-3-8B's layers, H200)"
+    few, many = speeds[min(speeds)], speeds[max(speeds)]
+    known = [f"{name} {few[name]:.2f}x and {many[name]:.2f}x" for name in schemes if name in few and name in many]
+    tokens = f"{plural(min(speeds), 'token')} and at {plural(max(speeds), 'token')}"
+    where = f"BF16's speed at {tokens} (Llama-3-8B's layers, H200)"
     return f"{', '.join(known)} of {where}" if known else ""
 
 
@@ -471,17 +468,11 @@ def _slower(speeds: Mapping[int, Mapping[str, float]], scheme: Scheme) -> str:
     return ", ".join(f"{speed:.2f}x at {plural(tokens, 'token')}" for tokens, speed in found.items() if speed < 1)
 
 
-def measured_experts_like(size: float) -> tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]:
+def experts_like(size: float) -> tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]:
     """The measured layer of experts whose matrices are the nearest to `size` elements: its sizes, and its speed over
     BF16 by the number of tokens and the scheme."""
-    return min(
-        measured_expert_speeds(), key=lambda each: abs(math.log(size / (each[0]["width"] * each[0]["mlp_width"])))
-    )
-
-
-def measured_expert_speeds() -> Sequence[tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]]:
-    """The sizes of each measured layer of experts, and its speeds as in `measured_experts_like`."""
-    return [(layer["shape"], layer["speeds"]) for layer in _read("expert_speeds.json")["layers"]]
+    layers = ((layer["shape"], layer["speeds"]) for layer in _read("expert_speeds.json")["layers"])
+    return min(layers, key=lambda each: abs(math.log(size / (each[0]["width"] * each[0]["mlp_width"]))))
 
 
 def measured_speeds() -> Mapping[int, Mapping[str, float]]:

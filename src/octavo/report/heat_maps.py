@@ -72,21 +72,16 @@ def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Arra
     """The worst values of each metric as [layers, columns] float64: by the metric's key, then by operand. The operand
     of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left out, and so
     is a share of inf and NaN that is always 0."""
-    if not columns.count:
-        return {}
-    by_operand = [metric for metric in METRICS if metric.operands]
-    by_layer = [metric for metric in METRICS if not metric.operands]
-    grids = _fill(watched, columns, watched.operands, OPERANDS, by_operand)
-    grids |= _fill(watched, columns, watched.layer_records, ("layer",), by_layer)
+    grids = _fill(len(watched.layers), columns, watched.operands, OPERANDS)
+    grids |= _fill(len(watched.layers), columns, watched.layer_records, ("layer",))
     if not any((grid > 0).any() for grid in grids["nonfinite"].values()):
         del grids["nonfinite"]
     return {key: found for key, found in grids.items() if found}
 
 
-def _fill(
-    watched: Watched, columns: Columns, records: Records, operands: tuple[str, ...], metrics: list[Metric]
-) -> dict[str, dict[str, Array]]:
-    shape = (len(operands), len(watched.layers), columns.count)
+def _fill(layers: int, columns: Columns, records: Records, operands: tuple[str, ...]) -> dict[str, dict[str, Array]]:
+    metrics = [metric for metric in METRICS if metric.operands == (operands == OPERANDS)]
+    shape = (len(operands), layers, columns.count)
     grids = {metric.key: np.full(shape, np.nan) for metric in metrics}
     cells: Any = records["operand"] if len(operands) > 1 else 0, records["layer"], columns.of(records["step"])
     for metric in metrics:

@@ -196,8 +196,7 @@ def _events(runs: Sequence[RunData]) -> str:
     start = 0 if len(runs) > 1 else 1
     remark = f"The last {_EVENTS} of {len(events)} events." if len(events) > _EVENTS else ""
     places = [place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
-    shown = [row[start:] for row in rows]
-    return table(columns[start:], shown, title="Every event", remark=remark, places=places)
+    return table(columns[start:], [row[start:] for row in rows], title="Every event", remark=remark, places=places)
 
 
 def _settings(runs: Sequence[RunData]) -> str:

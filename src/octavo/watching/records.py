@@ -140,10 +140,8 @@ def transfer(tables: Sequence[Table], interval: int) -> Callable[[], tuple[list[
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         dist.all_reduce(sums)
-    copies, copied = (_host_copy(maxima), _host_copy(sums)), None
-    if maxima.is_cuda:
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
+    copies = _host_copy(maxima), _host_copy(sums)
+    copied = torch.cuda.current_stream().record_event() if maxima.is_cuda else None
 
     def wait() -> tuple[list[Array], int]:
         if copied is not None:
@@ -162,5 +160,4 @@ def transfer(tables: Sequence[Table], interval: int) -> Callable[[], tuple[list[
 def _host_copy(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.cpu()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
