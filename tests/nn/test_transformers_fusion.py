@@ -1,5 +1,6 @@
 """Fused decoder layers of transformers, against the same model layer by layer and against the unconverted one."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -11,10 +12,12 @@ from tiny_models import built
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
+from transformers import StaticCache
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import octavo
 from octavo.inference.transformers_cache import CACHE
-from octavo.nn import FusedMLP
+from octavo.nn import FusedMLP, fused_modules
 
 # Limits in dB of sqnr.
 SAME_QUANTIZATION_DB = 30  # of logits, fused or cached against layer by layer
@@ -60,6 +63,63 @@ def test_fused_is_what_the_layers_are_one_by_one(name):
     for key, gradient in actual.items():
         assert sqnr(apart[key], gradient) > GRADIENTS_DB, key
         assert sqnr(exact_gradients[key], gradient) > EXACT_GRADIENTS_DB, key
+
+
+def turns(call: Callable[[], object]) -> int:
+    return operations(call)["octavo::turn_heads"]
+
+
+@each
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("mode", ["bfloat16", "float32", "autocast"])
+def test_heads_turn_in_one_pass_forward_and_one_backward(name, cached, mode, monkeypatch):
+    """With the bits of transformers' own code, and a gradient that is one too."""
+    model = make_decoder(name).to(torch.bfloat16 if mode == "bfloat16" else torch.float32)
+    octavo.convert(model, "rowwise")
+
+    def passes() -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            output = model(tokens(), labels=tokens(), use_cache=cached)
+        output.loss.backward()
+        stored = [] if not cached else [t for layer in output[CACHE].layers for t in (layer.keys, layer.values)]
+        return [output.logits, *stored, *(p.grad for p in model.parameters())]
+
+    # Norms of Qwen3's heads stand between the layers and the rotation, and autocast makes tables of another dtype.
+    assert turns(passes) == (0 if name == "qwen3" or mode == "autocast" else 2 * 2)
+    actual = passes()
+    monkeypatch.setattr(fused_modules, "attend", lambda *given, **others: None)
+    assert all(map(torch.equal, actual, passes()))
+
+
+def test_heads_turn_in_training_alone(monkeypatch):
+    model = make_decoder("llama")
+    octavo.convert(model, "rowwise")
+    assert turns(lambda: model(tokens())) == 2
+    with torch.no_grad():
+        assert not turns(lambda: model(tokens()))
+    cache = StaticCache(model.config, max_cache_len=32)
+    assert not turns(lambda: model(tokens(), **{CACHE: cache}))
+    seen = []
+    with monkeypatch.context() as patch:  # as other libraries do
+        forward = LlamaAttention.forward
+        patch.setattr(LlamaAttention, "forward", lambda *given, **others: seen.append(1) or forward(*given, **others))
+        assert not turns(lambda: model(tokens()))
+    assert len(seen) == 2
+    model.set_attn_implementation("eager")
+    assert not turns(lambda: model(tokens()))
+
+
+def test_tables_that_get_gradients_or_turn_a_part_of_a_head_are_left_to_transformers():
+    model = make_decoder("llama")
+    octavo.convert(model, "rowwise")
+    layer, x = model.model.layers[0], torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
+    cos, sin = (t.clone().requires_grad_() for t in model.model.rotary_emb(x, torch.arange(3)[None]))
+    assert not turns(lambda: layer(x, position_embeddings=(cos, sin)))
+    layer(x, position_embeddings=(cos, sin)).sum().backward()
+    assert all(t.grad.any() for t in (cos, sin))
+    with pytest.raises(RuntimeError, match="must match the size of tensor b"):  # as Llama's class says
+        layer(x, position_embeddings=(cos[..., :8].detach(), sin[..., :8].detach()))
 
 
 @each

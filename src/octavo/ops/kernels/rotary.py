@@ -1,9 +1,11 @@
-"""Rotary embedding and the storing of keys and values as one Triton kernel. Without queries and angles it only stores.
+"""Rotary embedding as Triton kernels: `rotate_append` stores keys and values too, `turn_heads` writes all side by side.
 
-A program takes some tokens of one head of q, k or v. It loads a head twice, the second time with its halves exchanged:
-cheaper than an exchange between threads, since the second load comes from the cache.
+Without queries and angles the first only stores. A program takes some tokens of one head of q, k or v. It loads a head
+twice, the second time with its halves exchanged: cheaper than an exchange between threads, since the second load comes
+from the cache.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,16 +33,33 @@ def rotate_append(
     heads = width // dim
     rotated = allocate(q, (batch, tokens, heads, dim))
     kept = allocate(k, (batch, tokens, kv_heads, dim)) if keep_k else None
-    block_d = max(power_of_two_above(dim), 16)
-    block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
-    launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
+    tile = _tile(tokens, dim)
+    launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
         q, k, v, cos, sin, turn.q_norm, turn.k_norm, *cache, clipped, rotated, kept,
         *q.stride()[:2], k.stride(0), dim, k.stride(1), v.stride(0), dim, v.stride(1), tokens, capacity,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(turn.eps)),
-        LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d,
-        num_warps=max(1, min(4, block_t * block_d // 128)),
+        LARGEST=largest, LIMIT=limit, **tile,
     )  # fmt: skip
     return rotated, kept
+
+
+def turn_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """Same as `turn_heads_reference`."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    (batch, heads, tokens, dim), kv_heads = q.shape, k.shape[1]
+    turned, tile = allocate(q, (batch, tokens, heads + 2 * kv_heads, dim)), _tile(tokens, dim)
+    launcher(turn_heads_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
+        q, k, v, cos, sin, turned, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tokens,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, INVERSE=inverse, **tile,
+    )  # fmt: skip
+    return turned
+
+
+@lru_cache(maxsize=4096)
+def _tile(tokens: int, dim: int) -> dict[str, int]:
+    block_d = max(power_of_two_above(dim), 16)
+    block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
+    return {"BLOCK_T": block_t, "BLOCK_D": block_d, "num_warps": max(1, min(4, block_t * block_d // 128))}
 
 
 @triton.jit
@@ -85,9 +104,37 @@ def rotate_append_kernel(
 
 
 @triton.jit
+def turn_heads_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, turned_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, tokens, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ONE_TABLE: tl.constexpr, INVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, head = program // (HEADS + 2 * KV_HEADS), program % (HEADS + 2 * KV_HEADS)
+    offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (offs_t < tokens)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    if not ONE_TABLE:
+        cos_ptr += batch * tokens * HEAD_DIM
+        sin_ptr += batch * tokens * HEAD_DIM
+    if head < HEADS:
+        q_ptr += batch * stride_qb + head * stride_qh
+        y = _rotated(q_ptr, stride_qt, None, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, 0.0, INVERSE)
+    elif head < HEADS + KV_HEADS:
+        k_ptr += batch * stride_kb + (head - HEADS) * stride_kh
+        y = _rotated(k_ptr, stride_kt, None, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, 0.0, INVERSE)
+    else:
+        v_ptr += batch * stride_vb + (head - HEADS - KV_HEADS) * stride_vh
+        y = tl.load(v_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
+    offs = ((batch * tokens + offs_t) * (HEADS + 2 * KV_HEADS) + head)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(turned_ptr + offs, y, mask)
+
+
+@triton.jit
 def _rotated(
-    x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr
-):
+    x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
+    INVERSE: tl.constexpr = False,
+):  # fmt: skip
     dtype = x_ptr.dtype.element_ty
     lower = offs_d < HEAD_DIM // 2
     other_d = tl.where(lower, offs_d + HEAD_DIM // 2, offs_d - HEAD_DIM // 2)
@@ -103,7 +150,7 @@ def _rotated(
         other = (other_weight[None, :] * (other * rstd[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     offs = offs_t.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
     cosine = x * tl.load(cos_ptr + offs, mask, other=0.0).to(tl.float32)
-    sine = tl.where(lower[None, :], -other, other) * tl.load(sin_ptr + offs, mask, other=0.0).to(tl.float32)
+    sine = tl.where((lower ^ INVERSE)[None, :], -other, other) * tl.load(sin_ptr + offs, mask, other=0.0).to(tl.float32)
     if cos_ptr.dtype.element_ty != tl.float32:
         cosine = cosine.to(dtype).to(tl.float32)
         sine = sine.to(dtype).to(tl.float32)
