@@ -1,7 +1,7 @@
 """Fused decoder layers of transformers, against the same model layer by layer and against the unconverted one."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tiny_models import built
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import octavo
@@ -85,11 +85,13 @@ def test_heads_turn_in_one_pass_forward_and_one_backward(name, cached, mode, mon
         stored = [] if not cached else [t for layer in output[CACHE].layers for t in (layer.keys, layer.values)]
         return [output.logits, *stored, *(p.grad for p in model.parameters())]
 
-    # Norms of Qwen3's heads stand between the layers and the rotation, and autocast makes tables of another dtype.
-    assert turns(passes) == (0 if name == "qwen3" or mode == "autocast" else 2 * 2)
+    tables_fit = mode != "autocast" or name == "qwen3"  # whose norms give q and k in the dtype of the tables
+    assert turns(passes) == (2 * 2 if tables_fit else 0)
     actual = passes()
-    monkeypatch.setattr(fused_modules, "attend", lambda *given, **others: None)
-    assert all(map(torch.equal, actual, passes()))
+    monkeypatch.setattr(fused_modules, "turning", lambda attention, arguments: attention)
+    for one, other in zip(actual, passes(), strict=True):
+        # The gradients of Qwen3's norms of heads lie in another order, in which PyTorch adds them.
+        assert torch.equal(one, other) or (name == "qwen3" and sqnr(other, one) > QUANTIZED_DB)
 
 
 def test_heads_turn_in_training_alone(monkeypatch):
@@ -98,16 +100,27 @@ def test_heads_turn_in_training_alone(monkeypatch):
     assert turns(lambda: model(tokens())) == 2
     with torch.no_grad():
         assert not turns(lambda: model(tokens()))
-    cache = StaticCache(model.config, max_cache_len=32)
-    assert not turns(lambda: model(tokens(), **{CACHE: cache}))
     seen = []
+    forward = LlamaAttention.forward
+    replaced = wraps(forward)(lambda *given, **others: seen.append(1) or forward(*given, **others))
     with monkeypatch.context() as patch:  # as other libraries do
-        forward = LlamaAttention.forward
-        patch.setattr(LlamaAttention, "forward", lambda *given, **others: seen.append(1) or forward(*given, **others))
+        patch.setattr(LlamaAttention, "forward", replaced)
         assert not turns(lambda: model(tokens()))
     assert len(seen) == 2
-    model.set_attn_implementation("eager")
-    assert not turns(lambda: model(tokens()))
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_heads_turn_with_every_attention_and_cache():
+    model = make_decoder("llama")
+    octavo.convert(model, "rowwise")
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        cache = StaticCache(model.config, max_cache_len=32)
+        assert turns(lambda: model(tokens(), **{CACHE: cache})) == 2  # noqa: B023
+    layer, x = model.model.layers[0], torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
+    old, tables = DynamicCache(), model.model.rotary_emb(x, torch.arange(3)[None])
+    layer(x, position_embeddings=tables, past_key_values=old)
+    assert old.get_seq_length() == 3
 
 
 def test_tables_that_get_gradients_or_turn_a_part_of_a_head_are_left_to_transformers():

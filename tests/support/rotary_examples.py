@@ -1,4 +1,4 @@
-"""Arguments of `rotate_append` and `turn_heads`: queries, keys and values as views of one buffer, and a cache."""
+"""Arguments of `rotate_append`: the queries, keys and values of new tokens as views of one buffer, and a cache."""
 
 from typing import Any
 
@@ -19,11 +19,6 @@ def projections(batch: int, tokens: int, heads: int, kv_heads: int, dim: int, dt
     """q [B, T, H * D], k and v [B, T, G * D] as parts of one tensor."""
     widths = [n * dim for n in (heads, kv_heads, kv_heads)]
     return (2 * torch.randn(batch, tokens, sum(widths))).to(dtype).split(widths, -1)
-
-
-def heads(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """`projections` as q [B, H, T, D], k and v [B, G, T, D]."""
-    return [x.unflatten(2, (-1, shape[-1])).transpose(1, 2) for x in projections(*shape, dtype)]
 
 
 def cache(kind: str, batch: int, kv_heads: int, room: int, dim: int, used: int) -> tuple[Any, ...]:

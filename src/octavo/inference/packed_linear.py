@@ -371,8 +371,8 @@ class _OneInput(FusedModule):
 
 
 class PackedNormLinear(_OneInput, NormLinear):
-    def fused_whole(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Sequence[int], Tensor] | None:
-        """`NormLinear.fused_whole` with the packed weights; None if the layers cannot run fused."""
+    def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
+        """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
         norm, stacked = read_norm(self.norm, backward=False), self.stacked
         adapters = None if x.numel() == 0 or norm is None else stacked.update(self.inner)
         if adapters is None or norm is None:
@@ -383,10 +383,10 @@ class PackedNormLinear(_OneInput, NormLinear):
             stack, call = stacked.stack(), packed_call(x)
             pair = stack_adapters(adapters, stack.weights, call.dtype)
             y, total = run_fused(x, residual, norm, stack, call, pairs=(pair, NO_PAIR))
-            return y, stacked.sizes, total
+            return torch.split_with_sizes(y, stacked.sizes, -1), total
         total, n = _normed(x, residual, norm, stacked.cast)
         y = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x)).view(*x.shape[:-1], -1)
-        return y, stacked.sizes, x if residual is None else total.view(x.shape)
+        return torch.split_with_sizes(y, stacked.sizes, -1), x if residual is None else total.view(x.shape)
 
 
 class PackedMLP(_OneInput, FusedMLP):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
 from octavo.nn.fused import ALONE, NO_PAIR, Exchange, Norm, NormSpec, Pair, is_frozen, reads, run_fused, stack_adapters
-from octavo.nn.heads import attend
+from octavo.nn.heads import turning
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
@@ -117,11 +117,6 @@ class NormLinear(FusedModule):
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
-        found = self.fused_whole(x, residual)
-        return None if found is None else (torch.split_with_sizes(found[0], found[1], -1), found[2])
-
-    def fused_whole(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Sequence[int], Tensor] | None:
-        """`fused` with the outputs as one tensor [..., sum of N_i], and the N_i."""
         exchange, layers, norm = exchange_of(self, inner := self.inner), fusable_layers(inner), read_norm(self.norm)
         if layers is None or norm is None or x.numel() == 0 or not layers.take(norm, x):
             return None
@@ -129,7 +124,8 @@ class NormLinear(FusedModule):
         stack = exchange.stack(layers.linears, call.recipe.w, self.weight_cache)
         exchanges, pairs = (exchange, ALONE), (layers.pair(x), NO_PAIR)
         y, total = run_fused(x, residual, exchange.read_norm(norm), stack, call, exchanges, pairs)
-        return exchange.output(y, x), [w.shape[0] for w in stack.weights], total
+        parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
+        return tuple(exchange.output(part, x) for part in parts), total
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         return None if read_norm(self.norm) is None else super().cached_weights()
@@ -356,9 +352,9 @@ class GEGLU(FusedMLP):
 #     y = z + mlp(post_attention_layernorm(z))                                 one pass: `SwiGLU` with its norm
 #
 # A decoder layer of a known class, and its MLP, become subclasses of their classes, with the same names: parameters,
-# `state_dict`, hooks and `isinstance` stay as they are. The attention is transformers' own code, but for its rotary
-# embedding in eager training (`octavo.nn.heads`). Where the passes cannot be fused (another recipe, a wrapped or
-# watched layer, no tokens) the class's own forward runs, unless the layer is parallel (`octavo.nn.parallel_weights`).
+# `state_dict`, hooks and `isinstance` stay as they are, and the attention is still transformers' own code. Where the
+# passes cannot be fused (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs, unless
+# the layer is parallel (`octavo.nn.parallel_weights`).
 
 
 SILU = ("SiLU", "SiLUActivation")
@@ -390,22 +386,23 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
-        attention, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
-        fused = None if args or watched(attention) or watched(mlp) else qkv.fused_whole(hidden_states)
-        if fused is None and parallel_of(qkv.inner) is None:  # with it, transformers' code takes a part of a sequence
-            return super().forward(hidden_states, *args, **kwargs)  # for all of it
-        z = None if fused is None else attend(attention, *fused[:2], **kwargs)
-        if z is None:
-            q, k, v = qkv(hidden_states)[0] if fused is None else torch.split_with_sizes(fused[0], fused[1], -1)
-            # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
-            outputs = q, k, v.contiguous() if v.requires_grad else v
-            z, _ = attention(hidden_states=PrecomputedProjections(hidden_states, qkv.inner, outputs), **kwargs)
+        attend, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
+        if parallel_of(layers := qkv.inner) is not None:  # transformers' code takes a part of a sequence for all of it
+            fused = qkv(hidden_states)
+        else:
+            fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
+        if fused is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        q, k, v = fused[0]
+        # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
+        projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
+        attention, _ = turning(attend, kwargs)(hidden_states=projections, **kwargs)
         norm = child(self, "post_attention_layernorm")
-        if z.shape[1] == 1:  # the last layer of a served prompt goes on with the last token alone
+        if attention.shape[1] == 1:  # the last layer of a served prompt goes on with the last token alone
             hidden_states = hidden_states[:, -1:]
         if isinstance(mlp, FusedMLP):
-            return mlp.forward_residual(hidden_states, norm, z)
-        y, total = mlp(hidden_states, norm, z)  # a wrapper, which must be called
+            return mlp.forward_residual(hidden_states, norm, attention)
+        y, total = mlp(hidden_states, norm, attention)  # a wrapper, which must be called
         return total + y
 
 

@@ -1,66 +1,57 @@
-"""The attention of transformers from stacked q, k and v in eager training, with one pass for the rotary embedding.
+"""The attention of transformers with rotary embedding in one pass, and its gradient in another, in eager training.
 
-transformers rotates q and k in ten passes, their gradients take sixteen, and a copy stacks the gradients of q, k and v.
+transformers' operations take ten passes, and their gradients sixteen. An attention calls them by a name of its module.
+Here a copy of its forward runs, in which the name is that of another function; all else is transformers' own code.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.architectures import ARCHITECTURES
-from octavo.nn.module_tools import differentiable_once
+from octavo.nn.module_tools import differentiable_once, watched
 from octavo.ops import turn_heads
 
 
-def attend(
-    attention: Any, y: Tensor, sizes: Sequence[int], position_embeddings: Any = None, attention_mask: Any = None,
-    cache: Any = None, past_key_values: Any = None, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
-    """The output [B, T, K] of an attention of transformers for y [B, T, sum of `sizes`], its q, k and v side by side.
+def turning(attention: Any, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """What computes the same as `attention`, a module, for these arguments: itself, or the copy of its forward."""
+    renamed = arguments.get("past_key_values") is not None  # before 5.24 its name, and then renamed around the forward
+    if renamed or torch.compiler.is_compiling() or not torch.is_grad_enabled() or watched(attention):
+        return attention  # type: ignore[no-any-return, unused-ignore]
+    forward = _copied(type(attention).forward)
+    return attention if forward is None else partial(forward, attention)
 
-    None where the forward of its class must run: in compiled code, without gradients, and where it is not known to do
-    the same. The cache is that which a call of a model makes.
-    """
-    own, cache = type(attention), past_key_values if cache is None else cache
-    known = ARCHITECTURES.get(own.__name__.removesuffix("Attention"))
-    if (
-        torch.compiler.is_compiling()
-        or not y.requires_grad
-        or known is None
-        or known.block.head_norms
-        or not own.__module__.startswith("transformers.models.")
-        or own.forward.__module__ != own.__module__  # a subclass of ours has another forward, or somebody replaced it
-        or attention.config._attn_implementation != "sdpa"
-        or type(cache).__name__ not in ("NoneType", "DynamicCache")
-        or position_embeddings is None
-    ):
-        return None
-    cos, sin = position_embeddings
-    if cos.dtype != y.dtype or cos.shape[-1] != attention.head_dim or cos.requires_grad:
-        return None
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    q, k, v = _TurnHeads.apply(y, [size // cos.shape[-1] for size in sizes], cos, sin)  # type: ignore[no-untyped-call]
-    if cache is not None:
-        k, v = cache.update(k, v, attention.layer_idx)
-    dropout = attention.attention_dropout if attention.training else 0.0
-    options = {"dropout": dropout, "scaling": attention.scaling, **kwargs}
-    z, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](attention, q, k, v, attention_mask, **options)
-    return attention.o_proj(z.flatten(2))
+@cache
+def _copied(forward: Any) -> FunctionType | None:
+    """None unless the forward, what wraps it and what it calls are transformers' own: other libraries replace these."""
+    own, name = inspect.unwrap(forward), "apply_rotary_pos_emb"
+    homes = [getattr(function, "__globals__", {}).get("__name__", "") for function in (forward, own)]
+    theirs = own.__globals__.get(name) if all(home.startswith("transformers.") for home in homes) else None
+    if theirs is None or getattr(theirs, "__module__", "") != homes[1] or own.__kwdefaults__:
+        return None
+    given = own.__globals__ | {name: partial(_rotate, theirs)}
+    return FunctionType(own.__code__, given, None, own.__defaults__, own.__closure__)
+
+
+def _rotate(theirs: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+    plain = q.requires_grad and k.requires_grad and not (options or cos.requires_grad or sin.requires_grad)
+    if plain and q.dtype == k.dtype == cos.dtype and q.shape[-1] == cos.shape[-1]:
+        return _TurnHeads.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+    return theirs(q, k, cos, sin, **options)
 
 
 class _TurnHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, heads: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """q [B, H, T, D], and k and v [B, G, T, D], as views of one tensor: attention saves all three."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        stacked = y.view(*y.shape[:2], -1, cos.shape[-1]).transpose(1, 2)
-        turned = turn_heads(*stacked.split_with_sizes(heads, 1), cos, sin, False)
-        return turned.transpose(1, 2).split_with_sizes(heads, 1)
+        return tuple(x.transpose(1, 2) for x in turn_heads(q, k, cos, sin, False))
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return turn_heads(*gradients, *ctx.saved_tensors, True).flatten(2), None, None, None
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        return *(x.transpose(1, 2) for x in turn_heads(dq, dk, *ctx.saved_tensors, True)), None, None

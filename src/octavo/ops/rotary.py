@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys: stored in a cache in the same pass, or written beside the values.
+"""Rotary embedding of queries and keys: its gradient, and the storing in a cache in the same pass.
 
 A pair (x[i], x[i + D/2]) of a head is turned by the angle of its token's position (Su et al., arXiv:2104.09864):
 
@@ -99,15 +99,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, clipped: T
     tokens, (cos, sin, q_norm, k_norm, _) = q.shape[1], turn
     check_tensor("k", k, (batch, tokens, heads * dim), q.dtype)
     check_tensor("v", v, (batch, tokens, heads * dim), q.dtype)
-    _check_tables(cos, sin, batch, tokens, dim, q.dtype)
+    check_tensor("cos", cos, (batch if cos.ndim == 3 and cos.shape[0] != 1 else 1, tokens, dim), q.dtype, torch.float32)
+    check_tensor("sin", sin, tuple(cos.shape), cos.dtype)
     check_tensor("q_norm", q_norm, (dim,), q.dtype)
     check_tensor("k_norm", k_norm, (dim,), q.dtype)
     check_tensor("clipped", clipped, (2,), torch.int64)
-
-
-def _check_tables(cos: Tensor, sin: Tensor, batch: int, tokens: int, dim: int, dtype: torch.dtype) -> None:
-    check_tensor("cos", cos, (batch if cos.ndim == 3 and cos.shape[0] != 1 else 1, tokens, dim), dtype, torch.float32)
-    check_tensor("sin", sin, tuple(cos.shape), cos.dtype)
 
 
 def _like(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -122,29 +118,24 @@ _rotate_append = operation(
 )(rotate_append_reference)  # fmt: skip
 
 
-def turn_heads_reference(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """q [B, H, T, D] and k [B, G, T, D] with rotary embedding, and v as it is, side by side: [B, T, H + 2 G, D].
+def turn_heads_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    """q [B, H, T, D] and k [B, G, T, D] with rotary embedding, as [B, T, H, D] and [B, T, G, D]; cos and sin are as in
+    `rotate_append`. With `inverse` they are turned by the opposite angles, as gradients are."""
+    sin = -sin if inverse else sin
+    q, k = (_rotate(x, cos, sin).transpose(1, 2).contiguous() for x in (q, k))
+    return q, k
 
-    With `inverse` they are turned by the opposite angles: the gradient. cos and sin are as in `rotate_append`.
-    """
-    turned = _rotate(torch.cat((q, k), 1), cos, -sin if inverse else sin)
-    return torch.cat((turned, v), 1).transpose(1, 2).contiguous()
 
-
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
-    if q.ndim != 4 or q.dtype not in FLOATS or q.shape[3] % 2:
-        raise ValueError(
-            "turn_heads takes q [B, H, T, D] of float32, bfloat16 or float16 and an even D, got "
-            f"{q.dtype} {list(q.shape)}"
-        )
+def _check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    check_tensor("q", q, (*q.shape[:3], q.shape[-1] // 2 * 2), *FLOATS)  # four dimensions, the last even
     batch, _, tokens, dim = q.shape
     check_tensor("k", k, (batch, k.shape[1], tokens, dim), q.dtype)
-    check_tensor("v", v, tuple(k.shape), q.dtype)
-    _check_tables(cos, sin, batch, tokens, dim, q.dtype)
+    check_tensor("cos", cos, (1 if cos.shape[0] == 1 else batch, tokens, dim), q.dtype, torch.float32)
+    check_tensor("sin", sin, tuple(cos.shape), cos.dtype)
 
 
 turn_heads = operation(
-    check=_check_heads, strided=("q", "k", "v"),
-    like=lambda q, k, *_: q.new_empty((q.shape[0], q.shape[2], q.shape[1] + 2 * k.shape[1], q.shape[3])),
+    check=_check_heads, strided=("q", "k"),
+    like=lambda q, k, *_: tuple(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (q, k)),
     runs=lambda q, *_: q.numel() > 0 and q.shape[3] <= MAX_DIM and has_kernels(q.device, (8, 0)),
 )(turn_heads_reference)  # fmt: skip

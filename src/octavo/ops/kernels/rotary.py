@@ -1,11 +1,10 @@
-"""Rotary embedding as Triton kernels: `rotate_append` stores keys and values too, `turn_heads` writes all side by side.
+"""Rotary embedding and the storing of keys and values as one Triton kernel. Without queries and angles it only stores,
+and without a cache it only turns.
 
-Without queries and angles the first only stores. A program takes some tokens of one head of q, k or v. It loads a head
-twice, the second time with its halves exchanged: cheaper than an exchange between threads, since the second load comes
-from the cache.
+A program takes some tokens of one head of q, k or v. It loads a head twice, the second time with its halves exchanged:
+cheaper than an exchange between threads, since the second load comes from the cache.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,26 +35,27 @@ def rotate_append(
     tile = _tile(tokens, dim)
     launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
         q, k, v, cos, sin, turn.q_norm, turn.k_norm, *cache, clipped, rotated, kept,
-        *q.stride()[:2], k.stride(0), dim, k.stride(1), v.stride(0), dim, v.stride(1), tokens, capacity,
+        q.stride(0), dim, q.stride(1), k.stride(0), dim, k.stride(1), v.stride(0), dim, v.stride(1), tokens, capacity,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(turn.eps)),
-        LARGEST=largest, LIMIT=limit, **tile,
+        LARGEST=largest, LIMIT=limit, INVERSE=False, **tile,
     )  # fmt: skip
     return rotated, kept
 
 
-def turn_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """Same as `turn_heads_reference`."""
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     (batch, heads, tokens, dim), kv_heads = q.shape, k.shape[1]
-    turned, tile = allocate(q, (batch, tokens, heads + 2 * kv_heads, dim)), _tile(tokens, dim)
-    launcher(turn_heads_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
-        q, k, v, cos, sin, turned, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tokens,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, INVERSE=inverse, **tile,
+    turned = allocate(q, (batch, tokens, heads, dim)), allocate(k, (batch, tokens, kv_heads, dim))
+    tile = _tile(tokens, dim)
+    launcher(rotate_append_kernel, (batch * (heads + kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
+        q, k, None, cos, sin, *[None] * 8, *turned, *q.stride()[:3], *k.stride()[:3], 0, 0, 0, tokens, 0,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=0.0, LARGEST=0.0, LIMIT=0.0,
+        INVERSE=inverse, **tile,
     )  # fmt: skip
     return turned
 
 
-@lru_cache(maxsize=4096)
 def _tile(tokens: int, dim: int) -> dict[str, int]:
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
@@ -65,13 +65,14 @@ def _tile(tokens: int, dim: int) -> dict[str, int]:
 @triton.jit
 def rotate_append_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr,
-    length_ptr, clipped_ptr, q_out_ptr, k_out_ptr,
-    stride_qb, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, num_new, capacity,
+    length_ptr, clipped_ptr, q_out_ptr, k_out_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, num_new, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_TABLE: tl.constexpr, EPS: tl.constexpr,
-    LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    LARGEST: tl.constexpr, LIMIT: tl.constexpr, INVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    batch = (tl.program_id(0) // (HEADS + 2 * KV_HEADS)).to(tl.int64)
-    head = tl.program_id(0) % (HEADS + 2 * KV_HEADS)
+    heads: tl.constexpr = HEADS + (KV_HEADS if keys_ptr is None else 2 * KV_HEADS)
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
     mask = (offs_t < num_new)[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -80,60 +81,36 @@ def rotate_append_kernel(
         sin_ptr += batch * num_new * HEAD_DIM
     if head >= HEADS + KV_HEADS:
         kv_head = head - HEADS - KV_HEADS
-        source_ptr = v_ptr + batch * stride_vb + kv_head * stride_vh
-        y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
-        _append(y, values_ptr, v_scale_ptr, clipped_ptr + 1, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
-                capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
+        if values_ptr is not None:
+            source_ptr = v_ptr + batch * stride_vb + kv_head * stride_vh
+            y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
+            _append(y, values_ptr, v_scale_ptr, clipped_ptr + 1, length_ptr, batch * KV_HEADS + kv_head, kv_head,
+                    num_new, capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
     elif head >= HEADS:
         kv_head = head - HEADS
-        source_ptr = k_ptr + batch * stride_kb + kv_head * stride_kh
+        source_ptr = k_ptr + batch * stride_kb + kv_head.to(tl.int64) * stride_kh
         if cos_ptr is None:
             y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_kt + offs_d[None, :], mask, other=0.0)
         else:
-            y = _rotated(source_ptr, stride_kt, k_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
+            y = _rotated(source_ptr, stride_kt, k_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS,
+                         INVERSE)  # fmt: skip
         if k_out_ptr is not None:
             offs = ((batch * num_new + offs_t) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(k_out_ptr + offs, y, mask)
-        _append(y, keys_ptr, k_scale_ptr, clipped_ptr, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
-                capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
+        if keys_ptr is not None:
+            _append(y, keys_ptr, k_scale_ptr, clipped_ptr, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
+                    capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
     elif cos_ptr is not None:
-        source_ptr = q_ptr + batch * stride_qb + head * HEAD_DIM
-        y = _rotated(source_ptr, stride_qt, q_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
+        source_ptr = q_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
+        y = _rotated(source_ptr, stride_qt, q_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS, INVERSE)
         offs = ((batch * num_new + offs_t) * HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(q_out_ptr + offs, y, mask)
 
 
 @triton.jit
-def turn_heads_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, turned_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    stride_vb, stride_vh, stride_vt, tokens, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ONE_TABLE: tl.constexpr, INVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    batch, head = program // (HEADS + 2 * KV_HEADS), program % (HEADS + 2 * KV_HEADS)
-    offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask = (offs_t < tokens)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    if not ONE_TABLE:
-        cos_ptr += batch * tokens * HEAD_DIM
-        sin_ptr += batch * tokens * HEAD_DIM
-    if head < HEADS:
-        q_ptr += batch * stride_qb + head * stride_qh
-        y = _rotated(q_ptr, stride_qt, None, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, 0.0, INVERSE)
-    elif head < HEADS + KV_HEADS:
-        k_ptr += batch * stride_kb + (head - HEADS) * stride_kh
-        y = _rotated(k_ptr, stride_kt, None, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, 0.0, INVERSE)
-    else:
-        v_ptr += batch * stride_vb + (head - HEADS - KV_HEADS) * stride_vh
-        y = tl.load(v_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
-    offs = ((batch * tokens + offs_t) * (HEADS + 2 * KV_HEADS) + head)[:, None] * HEAD_DIM + offs_d[None, :]
-    tl.store(turned_ptr + offs, y, mask)
-
-
-@triton.jit
 def _rotated(
     x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
-    INVERSE: tl.constexpr = False,
+    INVERSE: tl.constexpr,
 ):  # fmt: skip
     dtype = x_ptr.dtype.element_ty
     lower = offs_d < HEAD_DIM // 2
