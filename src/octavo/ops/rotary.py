@@ -61,16 +61,11 @@ def rotate_append_reference(
     """q [B, T, H, D] and k [B, T, G, D] (or None), rotated; k and v are stored too."""
     cos, sin, q_norm, k_norm, eps = turn
     eps = float(np.float32(eps))  # Triton rounds it so: the reference takes the same number
-    q, k, v = (_heads(x, cache.keys.shape[3]) for x in (q, k, v))
+    q, k, v = (torch.unflatten(x, 2, (-1, cache.keys.shape[3])).transpose(1, 2) for x in (q, k, v))  # [B, n, T, D]
     q, k = (_rotate(_norm(x, weight, eps), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
     append_kv_reference(k, v, cache, clipped)
     kept = k.transpose(1, 2).contiguous() if keep_k else None
     return q.transpose(1, 2).contiguous(), kept  # type: ignore[return-value]
-
-
-def _heads(x: Tensor, dim: int) -> Tensor:
-    """[B, T, n * D] -> [B, n, T, D]."""
-    return x.reshape(*x.shape[:2], x.shape[2] // dim, dim).transpose(1, 2)
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
