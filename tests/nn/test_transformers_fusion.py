@@ -1,6 +1,7 @@
 """Fused decoder layers of transformers, against the same model layer by layer and against the unconverted one."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from tiny_models import built
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, StaticCache
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import octavo
 from octavo.inference.transformers_cache import CACHE
-from octavo.nn import FusedMLP
+from octavo.nn import FusedMLP, fused_modules
 
 # Limits in dB of sqnr.
 SAME_QUANTIZATION_DB = 30  # of logits, fused or cached against layer by layer
@@ -60,6 +63,76 @@ def test_fused_is_what_the_layers_are_one_by_one(name):
     for key, gradient in actual.items():
         assert sqnr(apart[key], gradient) > GRADIENTS_DB, key
         assert sqnr(exact_gradients[key], gradient) > EXACT_GRADIENTS_DB, key
+
+
+def turns(call: Callable[[], object]) -> int:
+    return operations(call)["octavo::turn_heads"]
+
+
+@each
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("mode", ["bfloat16", "float32", "autocast"])
+def test_heads_turn_in_one_pass_forward_and_one_backward(name, cached, mode, monkeypatch):
+    """With the bits of transformers' own code, and a gradient that is one too."""
+    model = make_decoder(name).to(torch.bfloat16 if mode == "bfloat16" else torch.float32)
+    octavo.convert(model, "rowwise")
+
+    def passes() -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            output = model(tokens(), labels=tokens(), use_cache=cached)
+        output.loss.backward()
+        stored = [] if not cached else [t for layer in output[CACHE].layers for t in (layer.keys, layer.values)]
+        return [output.logits, *stored, *(p.grad for p in model.parameters())]
+
+    tables_fit = mode != "autocast" or name == "qwen3"  # whose norms give q and k in the dtype of the tables
+    assert turns(passes) == (2 * 2 if tables_fit else 0)
+    actual = passes()
+    monkeypatch.setattr(fused_modules, "turning", lambda attention, arguments: attention)
+    for one, other in zip(actual, passes(), strict=True):
+        # The gradients of Qwen3's norms of heads lie in another order, in which PyTorch adds them.
+        assert torch.equal(one, other) or (name == "qwen3" and sqnr(other, one) > QUANTIZED_DB)
+
+
+def test_heads_turn_in_training_alone(monkeypatch):
+    model = make_decoder("llama")
+    octavo.convert(model, "rowwise")
+    assert turns(lambda: model(tokens())) == 2
+    with torch.no_grad():
+        assert not turns(lambda: model(tokens()))
+    seen = []
+    forward = LlamaAttention.forward
+    replaced = wraps(forward)(lambda *given, **others: seen.append(1) or forward(*given, **others))
+    with monkeypatch.context() as patch:  # as other libraries do
+        patch.setattr(LlamaAttention, "forward", replaced)
+        assert not turns(lambda: model(tokens()))
+    assert len(seen) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_heads_turn_with_every_attention_and_cache():
+    model = make_decoder("llama")
+    octavo.convert(model, "rowwise")
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        cache = StaticCache(model.config, max_cache_len=32)
+        assert turns(lambda: model(tokens(), **{CACHE: cache})) == 2  # noqa: B023
+    layer, x = model.model.layers[0], torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
+    old, tables = DynamicCache(), model.model.rotary_emb(x, torch.arange(3)[None])
+    layer(x, position_embeddings=tables, past_key_values=old)
+    assert old.get_seq_length() == 3
+
+
+def test_tables_that_get_gradients_or_turn_a_part_of_a_head_are_left_to_transformers():
+    model = make_decoder("llama")
+    octavo.convert(model, "rowwise")
+    layer, x = model.model.layers[0], torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
+    cos, sin = (t.clone().requires_grad_() for t in model.model.rotary_emb(x, torch.arange(3)[None]))
+    assert not turns(lambda: layer(x, position_embeddings=(cos, sin)))
+    layer(x, position_embeddings=(cos, sin)).sum().backward()
+    assert all(t.grad.any() for t in (cos, sin))
+    with pytest.raises(RuntimeError, match="must match the size of tensor b"):  # as Llama's class says
+        layer(x, position_embeddings=(cos[..., :8].detach(), sin[..., :8].detach()))
 
 
 @each

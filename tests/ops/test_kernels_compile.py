@@ -155,6 +155,7 @@ def calls_of_caches(capability: int) -> Iterator[Call]:
         yield "attention", "append_kv", (k, k, cache, clipped)
         qkv = (on_cpu(2, 5, heads * 128, dtype=HALF) for heads in (4, 2, 2))
         yield "rotary", "rotate_append", (*qkv, turn, cache, clipped, True)
+    yield "rotary", "turn_heads", (*(on_cpu(2, heads, 5, 128, dtype=HALF) for heads in (4, 2)), angles, angles, True)
 
 
 def calls_in_int8() -> Iterator[Call]:

@@ -61,6 +61,7 @@ from octavo.ops import (
     row_scales,
     scaled_mm,
     transpose,
+    turn_heads,
     weight_only_mm,
 )
 from octavo.ops.attention import ordered_attention
@@ -231,6 +232,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("multiply", lambda: multiply(ones(0, 8), torch.tensor(0.5)), False),
     ("rotate_append", lambda: turns(4, 2, 16), True),
     ("rotate_append", lambda: turns(2, 2, 264), False),
+    ("turn_heads", lambda: turn_heads(*[new(1, 2, 1, 16)] * 2, *[new(1, 1, 16)] * 2, False), True),
+    ("turn_heads", lambda: turn_heads(*[new(1, 2, 1, 264)] * 2, *[new(1, 1, 264)] * 2, True), False),
 ]
 
 
@@ -366,6 +369,7 @@ BAD = [  # a call, and the message of its error
     (lambda: ordered_attention(new(1, 4, 1, 16), *in_order(torch.int8)), "k_scale goes with eight-bit"),
     (lambda: ordered_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"a must be .*fn \[3, 9\], got"),
     (lambda: rotates(q=zeros(2, 3, 24).bfloat16()), "q must be"),
+    (lambda: turn_heads(*[new(1, 2, 1, 15)] * 2, *[new(1, 1, 15)] * 2, False), r"q must be .* \[1, 2, 1, 14\]"),
     (lambda: rotates(clipped=zeros(4).long()[::2]), "rotate_append writes to clipped, which must be contiguous"),
     (
         lambda: append_kv(*[zeros(1, 2, 1, 16).bfloat16()] * 2, *stored()[:4], torch.tensor(3), zeros(4).long()[::2]),

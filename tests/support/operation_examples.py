@@ -200,3 +200,4 @@ def rotations(shape, kind, dtype=torch.bfloat16, table=torch.bfloat16):
         cache = rotary_examples.cache(kind, batch, kv_heads, tokens + 3, dim, tokens + 1)
         weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
         yield "rotate_append", (*x, *angles, *weights, 1e-6, *cache, keep_k)
+        yield "turn_heads", (*(t.unflatten(2, (-1, dim)).transpose(1, 2) for t in x[:2]), *angles, keep_k)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
 from octavo.nn.fused import ALONE, NO_PAIR, Exchange, Norm, NormSpec, Pair, is_frozen, reads, run_fused, stack_adapters
+from octavo.nn.heads import turning
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
@@ -391,7 +392,7 @@ class DecoderLayer(nn.Module):
         q, k, v = fused[0]
         # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
         projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
-        attention, _ = attend(hidden_states=projections, **kwargs)
+        attention, _ = turning(attend, kwargs)(hidden_states=projections, **kwargs)
         norm = child(self, "post_attention_layernorm")
         if attention.shape[1] == 1:  # the last layer of a served prompt goes on with the last token alone
             hidden_states = hidden_states[:, -1:]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         requantize_transposed,
         row_scales,
     )
-    from octavo.ops.rotary import rotate_append
+    from octavo.ops.rotary import rotate_append, turn_heads
     from octavo.ops.rotation import rotate
     from octavo.ops.transposition import FoldedScales, fold_scales, group_of_rows, transpose
     from octavo.ops.weight_only import grouped_weight_only_mm, weight_only_mm
@@ -54,7 +54,7 @@ __all__ = [
     "norm_quantize", "norm_quantize_inference", "quantize", "quantize_matrices", "quantize_matrices_transposed",
     "quantize_scaled", "quantize_stack", "quantize_transposed", "requantize", "requantize_norm",
     "requantize_transposed", "rotate", "rotate_append", "row_scales", "scaled_mm", "sort_by_expert", "transpose",
-    "weight_only_mm",
+    "turn_heads", "weight_only_mm",
 ]  # fmt: skip
 _FILES = (
     "activation", "attention", "attention_fp8", "dispatch", "gemm", "grouped_gemm", "largest", "norm", "permutation",

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, stored in a cache in the same pass.
+"""Rotary embedding of queries and keys: its gradient, and the storing in a cache in the same pass.
 
 A pair (x[i], x[i + D/2]) of a head is turned by the angle of its token's position (Su et al., arXiv:2104.09864):
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import MAX_DIM, append_kv_reference, check_cache, stores
-from octavo.ops.launching import Cache, Turn
+from octavo.ops.launching import Cache, Turn, has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
 
@@ -61,16 +61,11 @@ def rotate_append_reference(
     """q [B, T, H, D] and k [B, T, G, D] (or None), rotated; k and v are stored too."""
     cos, sin, q_norm, k_norm, eps = turn
     eps = float(np.float32(eps))  # Triton rounds it so: the reference takes the same number
-    q, k, v = (_heads(x, cache.keys.shape[3]) for x in (q, k, v))
+    q, k, v = (torch.unflatten(x, 2, (-1, cache.keys.shape[3])).transpose(1, 2) for x in (q, k, v))  # [B, n, T, D]
     q, k = (_rotate(_norm(x, weight, eps), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
     append_kv_reference(k, v, cache, clipped)
     kept = k.transpose(1, 2).contiguous() if keep_k else None
     return q.transpose(1, 2).contiguous(), kept  # type: ignore[return-value]
-
-
-def _heads(x: Tensor, dim: int) -> Tensor:
-    """[B, T, n * D] -> [B, n, T, D]."""
-    return x.reshape(*x.shape[:2], x.shape[2] // dim, dim).transpose(1, 2)
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -116,3 +111,26 @@ _rotate_append = operation(
     check=_check, like=_like, mutates=("keys", "values", "clipped"), strided=("q", "k", "v"),
     runs=lambda q, k, v, turn, cache, *_: q.numel() > 0 and cache.keys.shape[3] <= MAX_DIM and stores(cache),
 )(rotate_append_reference)  # fmt: skip
+
+
+def turn_heads_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    """q [B, H, T, D] and k [B, G, T, D] with rotary embedding, as [B, T, H, D] and [B, T, G, D]; cos and sin are as in
+    `rotate_append`. With `inverse` they are turned by the opposite angles, as gradients are."""
+    sin = -sin if inverse else sin
+    q, k = (_rotate(x, cos, sin).transpose(1, 2).contiguous() for x in (q, k))
+    return q, k
+
+
+def _check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    check_tensor("q", q, (*q.shape[:3], q.shape[-1] // 2 * 2), *FLOATS)  # four dimensions, the last even
+    batch, _, tokens, dim = q.shape
+    check_tensor("k", k, (batch, k.shape[1], tokens, dim), q.dtype)
+    check_tensor("cos", cos, (1 if cos.shape[0] == 1 else batch, tokens, dim), q.dtype, torch.float32)
+    check_tensor("sin", sin, tuple(cos.shape), cos.dtype)
+
+
+turn_heads = operation(
+    check=_check_heads, strided=("q", "k"),
+    like=lambda q, k, *_: tuple(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (q, k)),
+    runs=lambda q, *_: q.numel() > 0 and q.shape[3] <= MAX_DIM and has_kernels(q.device, (8, 0)),
+)(turn_heads_reference)  # fmt: skip

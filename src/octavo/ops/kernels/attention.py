@@ -348,7 +348,7 @@ def append_kv(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
     block_t = max(1, min(power_of_two_above(num_new), 2048 // block_d))
     launcher(rotate_append_kernel, (2 * batch * kv_heads, cdiv(num_new, block_t)))(
         k, k, v, None, None, None, None, *cache, clipped, None, None,
-        0, 0, *k.stride()[:3], *v.stride()[:3], num_new, cache.keys.shape[2],
+        0, 0, 0, *k.stride()[:3], *v.stride()[:3], num_new, cache.keys.shape[2],
         HEADS=0, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=True, EPS=0.0,
-        LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
+        LARGEST=largest, LIMIT=limit, INVERSE=False, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip

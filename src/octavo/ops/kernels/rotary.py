@@ -1,4 +1,5 @@
-"""Rotary embedding and the storing of keys and values as one Triton kernel. Without queries and angles it only stores.
+"""Rotary embedding and the storing of keys and values as one Triton kernel. Without queries and angles it only stores,
+and without a cache it only turns.
 
 A program takes some tokens of one head of q, k or v. It loads a head twice, the second time with its halves exchanged:
 cheaper than an exchange between threads, since the second load comes from the cache.
@@ -31,28 +32,47 @@ def rotate_append(
     heads = width // dim
     rotated = allocate(q, (batch, tokens, heads, dim))
     kept = allocate(k, (batch, tokens, kv_heads, dim)) if keep_k else None
-    block_d = max(power_of_two_above(dim), 16)
-    block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
-    launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
+    tile = _tile(tokens, dim)
+    launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
         q, k, v, cos, sin, turn.q_norm, turn.k_norm, *cache, clipped, rotated, kept,
-        *q.stride()[:2], k.stride(0), dim, k.stride(1), v.stride(0), dim, v.stride(1), tokens, capacity,
+        q.stride(0), dim, q.stride(1), k.stride(0), dim, k.stride(1), v.stride(0), dim, v.stride(1), tokens, capacity,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(turn.eps)),
-        LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d,
-        num_warps=max(1, min(4, block_t * block_d // 128)),
+        LARGEST=largest, LIMIT=limit, INVERSE=False, **tile,
     )  # fmt: skip
     return rotated, kept
+
+
+def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    """Same as `turn_heads_reference`."""
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    (batch, heads, tokens, dim), kv_heads = q.shape, k.shape[1]
+    turned = allocate(q, (batch, tokens, heads, dim)), allocate(k, (batch, tokens, kv_heads, dim))
+    tile = _tile(tokens, dim)
+    launcher(rotate_append_kernel, (batch * (heads + kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
+        q, k, None, cos, sin, *[None] * 8, *turned, *q.stride()[:3], *k.stride()[:3], 0, 0, 0, tokens, 0,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=0.0, LARGEST=0.0, LIMIT=0.0,
+        INVERSE=inverse, **tile,
+    )  # fmt: skip
+    return turned
+
+
+def _tile(tokens: int, dim: int) -> dict[str, int]:
+    block_d = max(power_of_two_above(dim), 16)
+    block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
+    return {"BLOCK_T": block_t, "BLOCK_D": block_d, "num_warps": max(1, min(4, block_t * block_d // 128))}
 
 
 @triton.jit
 def rotate_append_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr,
-    length_ptr, clipped_ptr, q_out_ptr, k_out_ptr,
-    stride_qb, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, num_new, capacity,
+    length_ptr, clipped_ptr, q_out_ptr, k_out_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, num_new, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_TABLE: tl.constexpr, EPS: tl.constexpr,
-    LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    LARGEST: tl.constexpr, LIMIT: tl.constexpr, INVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    batch = (tl.program_id(0) // (HEADS + 2 * KV_HEADS)).to(tl.int64)
-    head = tl.program_id(0) % (HEADS + 2 * KV_HEADS)
+    heads: tl.constexpr = HEADS + (KV_HEADS if keys_ptr is None else 2 * KV_HEADS)
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
     mask = (offs_t < num_new)[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -61,33 +81,37 @@ def rotate_append_kernel(
         sin_ptr += batch * num_new * HEAD_DIM
     if head >= HEADS + KV_HEADS:
         kv_head = head - HEADS - KV_HEADS
-        source_ptr = v_ptr + batch * stride_vb + kv_head * stride_vh
-        y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
-        _append(y, values_ptr, v_scale_ptr, clipped_ptr + 1, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
-                capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
+        if values_ptr is not None:
+            source_ptr = v_ptr + batch * stride_vb + kv_head * stride_vh
+            y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
+            _append(y, values_ptr, v_scale_ptr, clipped_ptr + 1, length_ptr, batch * KV_HEADS + kv_head, kv_head,
+                    num_new, capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
     elif head >= HEADS:
         kv_head = head - HEADS
-        source_ptr = k_ptr + batch * stride_kb + kv_head * stride_kh
+        source_ptr = k_ptr + batch * stride_kb + kv_head.to(tl.int64) * stride_kh
         if cos_ptr is None:
             y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_kt + offs_d[None, :], mask, other=0.0)
         else:
-            y = _rotated(source_ptr, stride_kt, k_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
+            y = _rotated(source_ptr, stride_kt, k_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS,
+                         INVERSE)  # fmt: skip
         if k_out_ptr is not None:
             offs = ((batch * num_new + offs_t) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(k_out_ptr + offs, y, mask)
-        _append(y, keys_ptr, k_scale_ptr, clipped_ptr, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
-                capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
+        if keys_ptr is not None:
+            _append(y, keys_ptr, k_scale_ptr, clipped_ptr, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
+                    capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
     elif cos_ptr is not None:
-        source_ptr = q_ptr + batch * stride_qb + head * HEAD_DIM
-        y = _rotated(source_ptr, stride_qt, q_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
+        source_ptr = q_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
+        y = _rotated(source_ptr, stride_qt, q_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS, INVERSE)
         offs = ((batch * num_new + offs_t) * HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(q_out_ptr + offs, y, mask)
 
 
 @triton.jit
 def _rotated(
-    x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr
-):
+    x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
+    INVERSE: tl.constexpr,
+):  # fmt: skip
     dtype = x_ptr.dtype.element_ty
     lower = offs_d < HEAD_DIM // 2
     other_d = tl.where(lower, offs_d + HEAD_DIM // 2, offs_d - HEAD_DIM // 2)
@@ -103,7 +127,7 @@ def _rotated(
         other = (other_weight[None, :] * (other * rstd[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     offs = offs_t.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
     cosine = x * tl.load(cos_ptr + offs, mask, other=0.0).to(tl.float32)
-    sine = tl.where(lower[None, :], -other, other) * tl.load(sin_ptr + offs, mask, other=0.0).to(tl.float32)
+    sine = tl.where((lower ^ INVERSE)[None, :], -other, other) * tl.load(sin_ptr + offs, mask, other=0.0).to(tl.float32)
     if cos_ptr.dtype.element_ty != tl.float32:
         cosine = cosine.to(dtype).to(tl.float32)
         sine = sine.to(dtype).to(tl.float32)
