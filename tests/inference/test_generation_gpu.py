@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_oracle import attention64, given
 from bits import on_gpu
-from generation_examples import answers, batch, pair
+from generation_examples import answers, batch, pair, step_graph
 from gpus import no_waits
 from kv_cache_examples import DTYPES, greedy, model_of, prompts
 from metrics import sqnr
@@ -56,9 +56,9 @@ def test_a_graph_gives_what_eager_steps_give(name, kv_cache, settings):
     for inputs in (batch(), batch(padding=(0, 4, 9)), batch(length=20, padding=(3, 0, 0)), batch()):
         found, required = (answers(each, moved(inputs), **settings) for each in (fast, slow))
         assert torch.equal(found, required)
-    assert session(fast).graph is not None
+    assert step_graph(fast.octavo_engine) is not None
     assert session(fast).passes[64].graph is not None
-    assert session(slow).graph is None
+    assert step_graph(slow.octavo_engine) is None
 
 
 @pytest.mark.filterwarnings("ignore:generate runs on transformers' own loop")
@@ -104,16 +104,16 @@ def test_a_text_ends_early_and_draws_go_on():
 def test_a_changed_model_is_captured_again():
     _, fast = pair_on_gpu("llama")
     inputs = moved(batch())
-    before, graph = answers(fast, inputs, do_sample=False), session(fast).graph
+    before, graph = answers(fast, inputs, do_sample=False), step_graph(fast.octavo_engine)
     assert torch.equal(answers(fast, inputs, do_sample=False), before)
-    assert session(fast).graph is graph
+    assert step_graph(fast.octavo_engine) is graph
     fast.lm_head = nn.Linear(64, 97, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     after = answers(fast, inputs, do_sample=False)
-    assert session(fast).graph is not graph
+    assert step_graph(fast.octavo_engine) is not graph
     assert torch.equal(after, answers(eager(fast), inputs, do_sample=False))
     fast.model.layers[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
     assert not torch.equal(answers(fast, inputs, do_sample=False), after)
-    assert session(fast).graph is None
+    assert step_graph(fast.octavo_engine) is None
 
 
 def test_a_model_that_waits_for_the_device_runs_eagerly():
@@ -128,7 +128,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
     inputs = moved(batch())
     with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph"):
         found = answers(fast, inputs, do_sample=False)
-    assert session(fast).graph is None
+    assert step_graph(fast.octavo_engine) is None
     assert torch.equal(found[:, :12], answers(model, inputs, do_sample=False)[:, :12])
     assert torch.equal(answers(fast, inputs, do_sample=False), found)
     assert torch.cuda.memory_allocated() > 0  # the device is usable
@@ -167,10 +167,10 @@ def test_a_model_of_ours(autocast):
 
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         captured, again = text(), text()
-        assert engine.sessions[-1].graph is not None
+        assert step_graph(engine) is not None
         model.model.norm.register_forward_hook(lambda *_: None)
         assert torch.equal(text(), captured)
-        assert engine.sessions[-1].graph is None
+        assert step_graph(engine) is None
     assert torch.equal(again, captured)
 
 

@@ -7,6 +7,7 @@ import torch
 from attention_oracle import attention64, given
 from bits import bits, on_gpu
 from gemm_examples import operands, wide, wide_in_bf16, worst_row
+from generation_examples import step_graph
 from gpus import ONLY_HOPPER, poison
 from same_bits_examples import NEW, answer, forward, pair, prompts
 from tiny_models import Folders, folder_maker
@@ -102,7 +103,7 @@ def test_training_prompts_and_decoding_give_the_same_bits(folders, name, recipe)
                 found = log_probabilities(logits, new)
                 assert torch.equal(found, log_probabilities(steps.bfloat16(), new))
                 assert torch.equal(found[-1:], log_probabilities(logits[-1:], new[-1:]))
-        assert served.octavo_engine.sessions[-1].graph is not None
+        assert step_graph(served.octavo_engine) is not None
         found.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trained.parameters())
     assert served.octavo_notices == set()

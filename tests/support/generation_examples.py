@@ -33,6 +33,12 @@ def batch(rows: int = 3, length: int = 11, padding: tuple[int, ...] = ()) -> dic
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def step_graph(engine: Engine) -> torch.cuda.CUDAGraph | None:
+    """The graph of a step in the last session of an engine, if it is captured."""
+    step = engine.sessions[-1].passes.get(1)
+    return step and step.graph
+
+
 def answers(model: Any, inputs: dict[str, Tensor], seed: int = 0, **settings: Any) -> Tensor:
     torch.manual_seed(seed)
     return model.generate(**inputs, **{"max_new_tokens": 24} | settings)
