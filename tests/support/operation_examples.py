@@ -182,8 +182,10 @@ def of_gemm_and_attention() -> Iterator[Example]:
 
 def of_loss() -> Iterator[Example]:
     z, labels, one = matrix((5, 40), torch.bfloat16), torch.tensor([3, IGNORED, -1, 39, 0]), torch.tensor(1.0)
-    for factor, lse, cap, fp8 in ((None, None, 0.0, False), (one, torch.ones(5), 0.0, False), (one, None, 30.0, True)):
-        yield "cross_entropy", (z, labels, factor, lse, 1.0, cap, fp8)
+    for factor, lse, cap in ((None, None, 0.0), (one, torch.ones(5), 0.0), (one, None, 30.0)):
+        yield "cross_entropy", (z, labels, factor, lse, 1.0, cap)
+    for wanted in product((False, True), repeat=2):
+        yield "cross_entropy_gradient", (z, labels, one, torch.ones(5), torch.zeros(5), 1.0, 30.0, *wanted)
     x, w = (matrix((n, 32), torch.bfloat16) for n in (5, 40))
     yield "multiply", (x, 0.5 * one)
     for wants_x, wants_w in product((False, True), repeat=2):

@@ -254,8 +254,9 @@ class _Fp8Head(_Head):
 
 def _gradients(*args: Any) -> list[QTensor | None]:
     """g by row and its transpose, by the arguments of `cross_entropy_gradient`; None where it is not wanted."""
-    data, scale, data_t, scale_t = cross_entropy_gradient(*args)
-    return [None if q is None else QTensor(q, s, E4M3, ROW) for q, s in ((data, scale), (data_t, scale_t))]
+    found = cross_entropy_gradient(*args)
+    pairs = zip(args[-2:], (found[:2], found[2:]), strict=True)
+    return [QTensor(*each, E4M3, ROW) if wanted else None for wanted, each in pairs]
 
 
 # ---- Finding out how a model computes its logits: from the operations, and not from the model's name.

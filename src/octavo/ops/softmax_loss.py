@@ -119,12 +119,13 @@ def _like(z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 def _like_gradient(z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     (t, v), (by_row, by_column) = z.shape, rest[-2:]
-    rows = _like_quantized(z, (t, v) if by_row else (0, 0))
-    return *rows, *_like_quantized(z, (v, t) if by_column else (0, 0))
+    return *_like_quantized(z, by_row, t, v), *_like_quantized(z, by_column, v, t)
 
 
-def _like_quantized(z: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    return z.new_empty(shape, dtype=E4M3.dtype), z.new_empty((shape[0], 1), dtype=torch.float32)
+def _like_quantized(z: Tensor, wanted: bool, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    if not wanted:
+        return z.new_empty(0), z.new_empty(0)
+    return z.new_empty((rows, columns), dtype=E4M3.dtype), z.new_empty((rows, 1), dtype=torch.float32)
 
 
 cross_entropy = operation(
