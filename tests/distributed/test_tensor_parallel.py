@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import tensor_parallel_examples as examples
@@ -57,9 +58,7 @@ def orders(rank):
         ratio = sum(sent.of("all_gather")) / (2 * tokens * (96 + 96 + 96))  # of x, x again, dy
         assert 0.5 < ratio <= 0.53  # of what BF16 would send: bytes, and a scale for each row of 96
         # x; the floors of one weight; the row scales of the other, and of its input; y
-        assert sorted(forward) == [
-            "all_gather_into_tensor_coalesced", "all_reduce", "all_reduce", "all_reduce", "reduce_scatter_tensor",
-        ]  # fmt: skip
+        assert sorted(forward) == ["all_gather_into_tensor_coalesced", *["all_reduce"] * 3, "reduce_scatter_tensor"]
 
 
 def parts(rank):
@@ -157,9 +156,8 @@ def tensor_scales(rank):
         one, two = examples.two_layers(), examples.two_layers()
         for model in (one, two):
             octavo.convert(model, recipe)
-        parallelize_module(
-            two, examples.mesh_of(2), {"0": ColumnParallel(sequence=False), "2": RowParallel(sequence=False)}
-        )
+        styles = {"0": ColumnParallel(sequence=False), "2": RowParallel(sequence=False)}
+        parallelize_module(two, examples.mesh_of(2), styles)
         for _ in range(step + 1):
             for model in (one, two):
                 model.zero_grad()
@@ -203,53 +201,37 @@ def differences(rank, cases):
     mesh, results = examples.mesh_of(2), []
     for kind, recipe, sequence, first in cases:
         one = examples.converted(kind, recipe)
-        model = examples.converted(
-            kind, recipe, lambda m, cut=sequence: tensor_parallel(m, mesh, sequence=cut), first=first
-        )
+        shared = partial(tensor_parallel, mesh=mesh, sequence=sequence)
+        model = examples.converted(kind, recipe, shared, first=first)
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert model.state_dict().keys() == one.state_dict().keys()
         (logits, gradients), (expected, expected_gradients) = examples.train(model), examples.train(one)
-        results.append(
-            (
-                distance(logits, expected),
-                examples.distance_of_all(gradients, expected_gradients),
-                examples.distance_of_all(examples.parameters_of(model), examples.parameters_of(one)),
-            )
-        )
+        of_gradients = examples.distance_of_all(gradients, expected_gradients)
+        of_parameters = examples.distance_of_all(examples.parameters_of(model), examples.parameters_of(one))
+        results.append((distance(logits, expected), of_gradients, of_parameters))
     return results
 
 
-def assert_within(cases, logits, gradients, parameters):
-    """The differences of each case are below these bounds, and alike on both ranks."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cases", "logits", "gradients", "parameters"),
+    [
+        (UNCONVERTED, 1e-6, 1e-6, 1e-4),
+        # Bytes and scales are those of one rank, but for gradients at the border of two codes.
+        (ROWWISE[:3], 1e-6, 2e-3, 1e-3),
+        (ROWWISE[3:], 1e-6, 2e-3, 1e-3),
+        (BY_TENSOR, 1e-6, 2e-3, 1e-3),
+        (OTHERS, 0.05, 0.2, 0.01),  # within the error of the recipe itself
+    ],
+    ids=["unconverted", "rowwise ours", "rowwise transformers", "by tensor", "others"],
+)
+def test_models_differ_within_these_bounds_and_alike_on_both_ranks(cases, logits, gradients, parameters):
     here, there = run_ranks(2, differences, cases)
     assert here == there
     for case, found in zip(cases, here, strict=True):
         assert found[0] < logits, (case, found)
         assert found[1] < gradients, (case, found)
         assert found[2] < parameters, (case, found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", [ROWWISE[:3], ROWWISE[3:]], ids=["ours", "transformers"])
-def test_rowwise(cases):
-    """Bytes and scales are those of one rank, but for gradients at the border of two codes."""
-    assert_within(cases, logits=1e-6, gradients=2e-3, parameters=1e-3)
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_converted():
-    assert_within(UNCONVERTED, logits=1e-6, gradients=1e-6, parameters=1e-4)
-
-
-@pytest.mark.slow
-def test_recipes_of_tensor_scales():
-    assert_within(BY_TENSOR, logits=1e-6, gradients=2e-3, parameters=1e-3)
-
-
-@pytest.mark.slow
-def test_recipes_that_quantize_parts_by_themselves():
-    """Within the error of the recipe itself."""
-    assert_within(OTHERS, logits=0.05, gradients=0.2, parameters=0.01)
 
 
 ONE_LAYER = {"vocabulary": 61, "layers": 1, "context": 32}
@@ -386,10 +368,9 @@ def settings(rank):
         dcp.load(state, checkpoint_id=folder[0])
         dist.barrier()
     one.load_state_dict(state)
+    expected = examples.parameters_of(plain)
     for model in (cached, recomputed, one):
-        assert all(
-            torch.equal(t, examples.parameters_of(plain)[name]) for name, t in examples.parameters_of(model).items()
-        )
+        assert all(torch.equal(t, expected[name]) for name, t in examples.parameters_of(model).items())
     counts = [len(seen.of("all_reduce")) for seen in (once, step, every_time)]
     assert counts == [counts[0], 1, counts[0] + 4]  # a step has one for all weights; q, k, v; o; gate, up; down
 
