@@ -71,11 +71,8 @@ def parts(rank):
     with Traffic() as sent:
         found = quantize_shards([Shards([rows], cast, cut_rows=False), Shards([columns], cast, cut_rows=True)], ranks)
     first, second = (quantize(t, cast) for t in w)
-    expected = [
-        (first.data.chunk(2)[rank], first.scale.chunk(2)[rank]),
-        (second.data.chunk(2, dim=1)[rank], second.scale),
-    ]
-    for q, (data, scale) in zip(found, expected, strict=True):
+    exact = [(first.data.chunk(2)[rank], first.scale.chunk(2)[rank]), (second.data.chunk(2, dim=1)[rank], second.scale)]
+    for q, (data, scale) in zip(found, exact, strict=True):
         assert torch.equal(q.data.float().nan_to_num(9e9), data.float().nan_to_num(9e9))
         assert torch.equal(q.scale.nan_to_num(7), scale.nan_to_num(7))
     assert sent.sent == [("all_reduce", 4 * (1 + 32))]  # a floor, and a scale for each row
@@ -87,23 +84,20 @@ def pytorchs_style():
     parallelize_module(model, examples.mesh_of(2), {"0": ColwiseParallel()})(torch.ones(3, 8))
 
 
-def cut_layer(layer, style, *sizes):
+def split(layer, style, *sizes):
     return parallelize_module(layer, examples.mesh_of(*(sizes or (2,))), style)
 
 
 REFUSED = [
-    (lambda: cut_layer(nn.Linear(8, 7), ColumnParallel()), "share Linear.*: its outputs must be a multiple of 2"),
-    (lambda: cut_layer(nn.Linear(7, 8), RowParallel()), "share Linear.*: its inputs must be a multiple of 2"),
-    (lambda: cut_layer(nn.Embedding(8, 8), RowParallel()), "RowParallel takes an nn.Linear, converted or not, got Emb"),
+    (lambda: split(nn.Linear(8, 7), ColumnParallel()), "share Linear.*: its outputs must be a multiple of 2"),
+    (lambda: split(nn.Linear(7, 8), RowParallel()), "share Linear.*: its inputs must be a multiple of 2"),
+    (lambda: split(nn.Embedding(8, 8), RowParallel()), "RowParallel takes an nn.Linear, converted or not, got Emb"),
     (
-        lambda: cut_layer(cut_layer(nn.Linear(8, 8), ColumnParallel()), ColumnParallel()),
+        lambda: split(split(nn.Linear(8, 8), ColumnParallel()), ColumnParallel()),
         "ColumnParallel takes an nn.Linear, converted or not, got ParallelLinear",
     ),
-    (lambda: cut_layer(nn.Linear(8, 8), ColumnParallel(), 2, 1), "takes a mesh of one dimension"),
-    (
-        lambda: cut_layer(nn.Linear(8, 8), RowParallel())(torch.ones(1, 3, 4)),
-        "its length must be a multiple of 2, got 3",
-    ),
+    (lambda: split(nn.Linear(8, 8), ColumnParallel(), 2, 1), "takes a mesh of one dimension"),
+    (lambda: split(nn.Linear(8, 8), RowParallel())(torch.ones(1, 3, 4)), "its length must be a multiple of 2, got 3"),
     (pytorchs_style, "PyTorch's styles of tensor parallelism"),
 ]
 
@@ -235,16 +229,11 @@ def test_models_differ_within_these_bounds_and_alike_on_both_ranks(cases, logits
 
 
 ONE_LAYER = {"vocabulary": 61, "layers": 1, "context": 32}
+LLAMA = partial(LlamaConfig, width=64, heads=4, **ONE_LAYER)
 REFUSED_MODELS = [
     (lambda: nn.Sequential(nn.Linear(8, 8)), "got Sequential: give its layers the styles .*ColumnParallel"),
-    (
-        lambda: Llama(LlamaConfig(width=64, heads=4, kv_heads=1, mlp_width=96, **ONE_LAYER)),
-        "2 ranks cannot share 1 heads of keys and values of a layer",
-    ),
-    (
-        lambda: Llama(LlamaConfig(width=64, heads=4, kv_heads=2, mlp_width=97, **ONE_LAYER)),
-        "2 ranks cannot share 97 columns inside the MLP of a layer",
-    ),
+    (lambda: Llama(LLAMA(kv_heads=1, mlp_width=96)), "2 ranks cannot share 1 heads of keys and values of a layer"),
+    (lambda: Llama(LLAMA(kv_heads=2, mlp_width=97)), "2 ranks cannot share 97 columns inside the MLP of a layer"),
     (
         lambda: GPT2(GPT2Config(width=63, heads=3, **ONE_LAYER)),
         "2 ranks cannot share 3 heads, 3 heads of keys and values of a layer",
