@@ -177,8 +177,7 @@ def test_two_ranks_find_what_one_does() -> None:
         for name in ("amax", "scale", "kurtosis", "nonfinite", "shift_lost"):
             known = operands["operand"] != W if kind == "gathered" and name in ("amax", "kurtosis") else slice(None)
             assert np.allclose(found[name][known], operands[name][known], rtol=1e-4, equal_nan=True), (kind, name)
-        flushed = found["flushed"][found["operand"] == W]
-        assert np.isnan(flushed).all() == (kind == "gathered")
+        assert np.isnan(found["flushed"][found["operand"] == W]).all() == (kind == "gathered")
         assert np.allclose(aligned["alignment"], layers["alignment"], rtol=1e-5)
     assert first["promoted"] < 0.05  # the ranks read the numbers that bytes stand for
 
@@ -318,10 +317,8 @@ def computed(model: nn.Module, x: Tensor, index: Tensor, weight: Tensor, dy: Ten
 
 def on_a_rank(rank: int, world: int, recipe: str) -> dict[str, Any]:
     model = layer(recipe)
-    mesh = init_device_mesh("cpu", (world,))
-    assert expert_parallel(model, mesh) == ["experts"]
-    experts: Any = model["experts"]
-    assert experts.down_proj.to_local().shape == (E // world, K, HIDDEN)
+    assert expert_parallel(model, init_device_mesh("cpu", (world,))) == ["experts"]
+    assert model["experts"].down_proj.to_local().shape == (E // world, K, HIDDEN)
     own = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found = computed(model, *(t[own] for t in given(world)))
     return {name: t.float().numpy() for name, t in found.items()}  # a tensor would be shared memory of this process

@@ -1,6 +1,5 @@
 """The FP8 all-gather with the settings of FSDP2 and of training: bit for bit what one rank computes."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -180,7 +179,7 @@ def made(seed: int = 0) -> nn.Sequential:
 
 def backward_of(model: nn.Module, rank: int, step: int) -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-    model(x).float().square().mean().backward()
+    model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
 
 
 def gradients(model: Any, rank: int, accumulated: bool) -> list[Tensor]:
@@ -196,8 +195,7 @@ def exact(world: int) -> list[Tensor]:
     sums: list[Tensor] = []
     for rank in range(world):
         model = made().bfloat16()
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 + rank))
-        model(x.bfloat16()).float().square().mean().backward()
+        backward_of(model, rank, 1)
         grads = [p.grad.double() / world for p in model.parameters()]
         sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
     return sums
@@ -315,17 +313,12 @@ def has_run(work: str) -> bool:
 @contextmanager
 def ordered_streams() -> Iterator[None]:
     """In the block the CPU has such streams."""
-    cpu: Any = torch.cpu
-    names = {"Stream": Stream, "Event": Event, "_default_cpu_stream": Stream(), "_current_stream": Stream()}
-    before = {name: getattr(cpu, name) for name in names}
-    names["_current_stream"] = names["_default_cpu_stream"]
-    try:
+    default = Stream()
+    names = {"Stream": Stream, "Event": Event, "_default_cpu_stream": default, "_current_stream": default}
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in names.items():
-            setattr(cpu, name, value)
+            patch.setattr(torch.cpu, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(cpu, name, value)
 
 
 WORK = "update", "measure", "finish"  # what is done with all weights once a step; the last has the all-reduce
@@ -358,12 +351,9 @@ class NotedAllGather(DefaultAllGather):
 
 def two_steps(rank: int) -> Events:
     events: Events = []
-    cache: Any = ShardCache
     for name, method in (("measure", "measure"), ("finish", "write")):
-        setattr(cache, method, noted(events, name, getattr(cache, method)))
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*blocks(), nn.RMSNorm(32))
-    octavo.convert(model)
+        setattr(ShardCache, method, noted(events, name, getattr(ShardCache, method)))
+    model: Any = nn.Sequential(*converted(), nn.RMSNorm(32))
     with ordered_streams():
         for block in model[:2]:
             fully_shard(block)
@@ -413,7 +403,7 @@ def made_gpu(recipe: str) -> nn.Sequential:
 
 
 def compiled(recipe: str, *, gather: bool) -> nn.Module:
-    model: Any = copy.deepcopy(made_gpu(recipe))
+    model: Any = made_gpu(recipe)
     for block in model:
         block.compile(fullgraph=True)
         fully_shard(block)
@@ -434,9 +424,8 @@ def on_two_gpus(rank: int) -> dict[str, Any]:
         results[recipe] = bool(report.gathered) and equal(train(made_gpu(recipe), step), trained)
         results[f"{recipe}: all-reduces"] = len(sent.of("allreduce"))
     torch._dynamo.reset()
-    results["compiled"] = equal(
-        train(compiled("rowwise", gather=False), step), train(compiled("rowwise", gather=True), step)
-    )
+    wide, narrow = (train(compiled("rowwise", gather=gather), step) for gather in (False, True))
+    results["compiled"] = equal(wide, narrow)
     return results
 
 

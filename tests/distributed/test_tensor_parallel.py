@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import tensor_parallel_examples as examples
@@ -57,9 +58,7 @@ def orders(rank):
         ratio = sum(sent.of("all_gather")) / (2 * tokens * (96 + 96 + 96))  # of x, x again, dy
         assert 0.5 < ratio <= 0.53  # of what BF16 would send: bytes, and a scale for each row of 96
         # x; the floors of one weight; the row scales of the other, and of its input; y
-        assert sorted(forward) == [
-            "all_gather_into_tensor_coalesced", "all_reduce", "all_reduce", "all_reduce", "reduce_scatter_tensor",
-        ]  # fmt: skip
+        assert sorted(forward) == ["all_gather_into_tensor_coalesced", *["all_reduce"] * 3, "reduce_scatter_tensor"]
 
 
 def parts(rank):
@@ -72,11 +71,8 @@ def parts(rank):
     with Traffic() as sent:
         found = quantize_shards([Shards([rows], cast, cut_rows=False), Shards([columns], cast, cut_rows=True)], ranks)
     first, second = (quantize(t, cast) for t in w)
-    expected = [
-        (first.data.chunk(2)[rank], first.scale.chunk(2)[rank]),
-        (second.data.chunk(2, dim=1)[rank], second.scale),
-    ]
-    for q, (data, scale) in zip(found, expected, strict=True):
+    exact = [(first.data.chunk(2)[rank], first.scale.chunk(2)[rank]), (second.data.chunk(2, dim=1)[rank], second.scale)]
+    for q, (data, scale) in zip(found, exact, strict=True):
         assert torch.equal(q.data.float().nan_to_num(9e9), data.float().nan_to_num(9e9))
         assert torch.equal(q.scale.nan_to_num(7), scale.nan_to_num(7))
     assert sent.sent == [("all_reduce", 4 * (1 + 32))]  # a floor, and a scale for each row
@@ -88,23 +84,20 @@ def pytorchs_style():
     parallelize_module(model, examples.mesh_of(2), {"0": ColwiseParallel()})(torch.ones(3, 8))
 
 
-def cut_layer(layer, style, *sizes):
+def split(layer, style, *sizes):
     return parallelize_module(layer, examples.mesh_of(*(sizes or (2,))), style)
 
 
 REFUSED = [
-    (lambda: cut_layer(nn.Linear(8, 7), ColumnParallel()), "share Linear.*: its outputs must be a multiple of 2"),
-    (lambda: cut_layer(nn.Linear(7, 8), RowParallel()), "share Linear.*: its inputs must be a multiple of 2"),
-    (lambda: cut_layer(nn.Embedding(8, 8), RowParallel()), "RowParallel takes an nn.Linear, converted or not, got Emb"),
+    (lambda: split(nn.Linear(8, 7), ColumnParallel()), "share Linear.*: its outputs must be a multiple of 2"),
+    (lambda: split(nn.Linear(7, 8), RowParallel()), "share Linear.*: its inputs must be a multiple of 2"),
+    (lambda: split(nn.Embedding(8, 8), RowParallel()), "RowParallel takes an nn.Linear, converted or not, got Emb"),
     (
-        lambda: cut_layer(cut_layer(nn.Linear(8, 8), ColumnParallel()), ColumnParallel()),
+        lambda: split(split(nn.Linear(8, 8), ColumnParallel()), ColumnParallel()),
         "ColumnParallel takes an nn.Linear, converted or not, got ParallelLinear",
     ),
-    (lambda: cut_layer(nn.Linear(8, 8), ColumnParallel(), 2, 1), "takes a mesh of one dimension"),
-    (
-        lambda: cut_layer(nn.Linear(8, 8), RowParallel())(torch.ones(1, 3, 4)),
-        "its length must be a multiple of 2, got 3",
-    ),
+    (lambda: split(nn.Linear(8, 8), ColumnParallel(), 2, 1), "takes a mesh of one dimension"),
+    (lambda: split(nn.Linear(8, 8), RowParallel())(torch.ones(1, 3, 4)), "its length must be a multiple of 2, got 3"),
     (pytorchs_style, "PyTorch's styles of tensor parallelism"),
 ]
 
@@ -157,9 +150,8 @@ def tensor_scales(rank):
         one, two = examples.two_layers(), examples.two_layers()
         for model in (one, two):
             octavo.convert(model, recipe)
-        parallelize_module(
-            two, examples.mesh_of(2), {"0": ColumnParallel(sequence=False), "2": RowParallel(sequence=False)}
-        )
+        styles = {"0": ColumnParallel(sequence=False), "2": RowParallel(sequence=False)}
+        parallelize_module(two, examples.mesh_of(2), styles)
         for _ in range(step + 1):
             for model in (one, two):
                 model.zero_grad()
@@ -203,24 +195,31 @@ def differences(rank, cases):
     mesh, results = examples.mesh_of(2), []
     for kind, recipe, sequence, first in cases:
         one = examples.converted(kind, recipe)
-        model = examples.converted(
-            kind, recipe, lambda m, cut=sequence: tensor_parallel(m, mesh, sequence=cut), first=first
-        )
+        shared = partial(tensor_parallel, mesh=mesh, sequence=sequence)
+        model = examples.converted(kind, recipe, shared, first=first)
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert model.state_dict().keys() == one.state_dict().keys()
         (logits, gradients), (expected, expected_gradients) = examples.train(model), examples.train(one)
-        results.append(
-            (
-                distance(logits, expected),
-                examples.distance_of_all(gradients, expected_gradients),
-                examples.distance_of_all(examples.parameters_of(model), examples.parameters_of(one)),
-            )
-        )
+        of_gradients = examples.distance_of_all(gradients, expected_gradients)
+        of_parameters = examples.distance_of_all(examples.parameters_of(model), examples.parameters_of(one))
+        results.append((distance(logits, expected), of_gradients, of_parameters))
     return results
 
 
-def assert_within(cases, logits, gradients, parameters):
-    """The differences of each case are below these bounds, and alike on both ranks."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cases", "logits", "gradients", "parameters"),
+    [
+        (UNCONVERTED, 1e-6, 1e-6, 1e-4),
+        # Bytes and scales are those of one rank, but for gradients at the border of two codes.
+        (ROWWISE[:3], 1e-6, 2e-3, 1e-3),
+        (ROWWISE[3:], 1e-6, 2e-3, 1e-3),
+        (BY_TENSOR, 1e-6, 2e-3, 1e-3),
+        (OTHERS, 0.05, 0.2, 0.01),  # within the error of the recipe itself
+    ],
+    ids=["unconverted", "rowwise ours", "rowwise transformers", "by tensor", "others"],
+)
+def test_models_differ_within_these_bounds_and_alike_on_both_ranks(cases, logits, gradients, parameters):
     here, there = run_ranks(2, differences, cases)
     assert here == there
     for case, found in zip(cases, here, strict=True):
@@ -229,40 +228,12 @@ def assert_within(cases, logits, gradients, parameters):
         assert found[2] < parameters, (case, found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", [ROWWISE[:3], ROWWISE[3:]], ids=["ours", "transformers"])
-def test_rowwise(cases):
-    """Bytes and scales are those of one rank, but for gradients at the border of two codes."""
-    assert_within(cases, logits=1e-6, gradients=2e-3, parameters=1e-3)
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_converted():
-    assert_within(UNCONVERTED, logits=1e-6, gradients=1e-6, parameters=1e-4)
-
-
-@pytest.mark.slow
-def test_recipes_of_tensor_scales():
-    assert_within(BY_TENSOR, logits=1e-6, gradients=2e-3, parameters=1e-3)
-
-
-@pytest.mark.slow
-def test_recipes_that_quantize_parts_by_themselves():
-    """Within the error of the recipe itself."""
-    assert_within(OTHERS, logits=0.05, gradients=0.2, parameters=0.01)
-
-
 ONE_LAYER = {"vocabulary": 61, "layers": 1, "context": 32}
+LLAMA = partial(LlamaConfig, width=64, heads=4, **ONE_LAYER)
 REFUSED_MODELS = [
     (lambda: nn.Sequential(nn.Linear(8, 8)), "got Sequential: give its layers the styles .*ColumnParallel"),
-    (
-        lambda: Llama(LlamaConfig(width=64, heads=4, kv_heads=1, mlp_width=96, **ONE_LAYER)),
-        "2 ranks cannot share 1 heads of keys and values of a layer",
-    ),
-    (
-        lambda: Llama(LlamaConfig(width=64, heads=4, kv_heads=2, mlp_width=97, **ONE_LAYER)),
-        "2 ranks cannot share 97 columns inside the MLP of a layer",
-    ),
+    (lambda: Llama(LLAMA(kv_heads=1, mlp_width=96)), "2 ranks cannot share 1 heads of keys and values of a layer"),
+    (lambda: Llama(LLAMA(kv_heads=2, mlp_width=97)), "2 ranks cannot share 97 columns inside the MLP of a layer"),
     (
         lambda: GPT2(GPT2Config(width=63, heads=3, **ONE_LAYER)),
         "2 ranks cannot share 3 heads, 3 heads of keys and values of a layer",
@@ -386,10 +357,9 @@ def settings(rank):
         dcp.load(state, checkpoint_id=folder[0])
         dist.barrier()
     one.load_state_dict(state)
+    expected = examples.parameters_of(plain)
     for model in (cached, recomputed, one):
-        assert all(
-            torch.equal(t, examples.parameters_of(plain)[name]) for name, t in examples.parameters_of(model).items()
-        )
+        assert all(torch.equal(t, expected[name]) for name, t in examples.parameters_of(model).items())
     counts = [len(seen.of("all_reduce")) for seen in (once, step, every_time)]
     assert counts == [counts[0], 1, counts[0] + 4]  # a step has one for all weights; q, k, v; o; gate, up; down
 

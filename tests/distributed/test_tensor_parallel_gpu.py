@@ -17,10 +17,7 @@ from octavo.distributed.ranks import Ranks, Shards, quantize_shards
 from octavo.models import Llama, LlamaConfig
 from octavo.ops import quantize
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 CONFIG = LlamaConfig(vocabulary=512, layers=1, width=256, heads=4, kv_heads=2, mlp_width=512, context=256)
 
@@ -42,9 +39,8 @@ def layers(rank):
     w[7] = 0
     cast = octavo.recipe.ROW_W
     parts = w.chunk(2)[rank], w.chunk(2, dim=1)[rank].contiguous()
-    column, row = quantize_shards(
-        [Shards([p], cast, cut_rows=i == 1) for i, p in enumerate(parts)], Ranks.of(mesh, sequence=True)
-    )
+    shards = [Shards([p], cast, cut_rows=i == 1) for i, p in enumerate(parts)]
+    column, row = quantize_shards(shards, Ranks.of(mesh, sequence=True))
     q = quantize(w, cast)
     expected = [(q.data.chunk(2)[rank], q.scale.chunk(2)[rank]), (q.data.chunk(2, dim=1)[rank], q.scale)]
     equal = [

@@ -41,9 +41,8 @@ def test_in_a_pipe_nothing_is_cut_and_numbers_are_aligned_on_their_right(capsys,
     assert [line.split() for line in lines] == [
         ["tensor", "why", "MB", "gap"], [LONG, *WORDS.split(), "1.00", "+1.5%"], ["b", "22.00"],
     ]  # fmt: skip
-    assert {line.index(end) + len(end) for line, end in zip(lines, ("MB", "1.00", "22.00"), strict=True)} == {
-        lines[1].index("1.00") + 4
-    }
+    ends = {line.index(end) + len(end) for line, end in zip(lines, ("MB", "1.00", "22.00"), strict=True)}
+    assert ends == {lines[1].index("1.00") + 4}
 
 
 @pytest.mark.parametrize("width", [None, 400])

@@ -204,8 +204,7 @@ def test_json_has_no_nan_and_no_infinity(printed, number):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_printed_for_a_file(printed, here, name):
-    out = printed("formats", name)
-    (here / "new.json").write_text(out)
+    (here / "new.json").write_text(printed("formats", name))
     assert get_recipe("new.json") == replace(PRESETS[name](), name="new")
 
 

@@ -139,8 +139,7 @@ def test_from_takes_the_settings_of_the_run(octavo, printed, text):
     for source in ("run", RunFolder(text / "run").newest()):
         out = octavo("bisect", "--from", source, "--seeds", "2", "--run-steps", "2", "--out", "why", "--json")[1]
         assert json.loads(out)["runs"] == 4
-    described = json.loads((text / "why" / "bisect.json").read_text())
-    assert described["settings"]["recipe"] == "delayed"
+    assert json.loads((text / "why" / "bisect.json").read_text())["settings"]["recipe"] == "delayed"
 
 
 # --- compare

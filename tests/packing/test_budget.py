@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
-from calibration_examples import write_data, write_model
+from calibration_examples import whole_model, write_data, write_model
 from packed_examples import LLAMA, lively, write_run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from octavo.calibration import calibrate
 from octavo.checkpoint.packed_folder import PackedTensors
@@ -84,16 +83,14 @@ def measure(source: Any, packed: Path, texts: list[Tensor]) -> tuple[float, floa
 
 
 def test_the_planted_layer_stays_and_no_other(tmp_path, model, data):
-    seen: list[tuple[int, int, str]] = []
-    report, kept = pack_within(
-        model, tmp_path / "out", KL, data, prompts=MANY, progress=lambda *done: seen.append(done)
-    )
+    seen, out = [], tmp_path / "out"
+    report, kept = pack_within(model, out, KL, data, prompts=MANY, progress=lambda *done: seen.append(done))
     assert kept.skip == [SENSITIVE]
     assert SENSITIVE not in report.packed
     assert len(report.packed) == 3 * 7 - 1
     texts = prompts(model, data, 32)
-    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-    kl, _ = measure(source, tmp_path / "out", texts)
+    source = whole_model(model)
+    kl, _ = measure(source, out, texts)
     assert kl <= 0.01
     assert kl == pytest.approx(kept.quality.kl.value, rel=0.2)  # what is loaded rounds a norm's output elsewhere
     pack(model, tmp_path / "all")
@@ -105,7 +102,7 @@ def test_the_planted_layer_stays_and_no_other(tmp_path, model, data):
     assert {doing for _, _, doing in seen} == {"packing", "measuring each group", "measuring the whole"}
     assert all(0 < done <= total for done, total, _ in seen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "out"]
-    record = json.loads((tmp_path / "out" / "octavo.json").read_text())["budget"]
+    record = json.loads((out / "octavo.json").read_text())["budget"]
     (limit,) = record["limits"]
     assert (limit["measure"], limit["limit"]) == ("kl", 0.01)
     assert limit["measured"] == kept.quality.kl.value <= 0.01 < limit["with_all_packed"]
@@ -114,7 +111,7 @@ def test_the_planted_layer_stays_and_no_other(tmp_path, model, data):
     chosen = read_prompts(data, open_tokenizer(model), MANY)
     assert record["data"]["fingerprint"] == chosen.fingerprint
     assert record["data"]["tokens"] == sum(len(ids) for ids in chosen.ids if len(ids) > 1)
-    assert SENSITIVE in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert SENSITIVE in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
 
 
 def test_keys_and_values_in_eight_bits_count(tmp_path, data):
@@ -134,8 +131,7 @@ def test_more_is_kept_for_less(tmp_path, data):
     """Of a model without such a layer: the limit is held each time, and one group fewer would not do."""
     source = write_model(tmp_path / "qwen2", "qwen2", sliding_window=None, use_sliding_window=False)
     _, loose = pack_within(source, tmp_path / "all", [Budget("kl", 9)], data, prompts=FEW)
-    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
-    texts = prompts(source, data, 10)
+    reference, texts = whole_model(source), prompts(source, data, 10)
     counts = []
     names = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
     for part in (0.5, 0.1):
@@ -161,8 +157,7 @@ def test_perplexity(tmp_path, model, data):
     assert loose.all_packed.perplexity_ratio.value > 0.03
     _, kept = pack_within(model, tmp_path / "out", [Budget("kl", 9), Budget.parse("ppl=1.5%")], data, prompts=MANY)
     assert kept.skip == [SENSITIVE]
-    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-    _, change = measure(source, tmp_path / "out", prompts(model, data, 32))
+    _, change = measure(whole_model(model), tmp_path / "out", prompts(model, data, 32))
     assert change <= 0.015
     assert change == pytest.approx(kept.quality.perplexity_ratio.value, abs=0.01)  # BF16, summed in another order
 
@@ -184,16 +179,11 @@ def test_other_schemes_and_a_glob_that_is_left_with_nothing(tmp_path, model, dat
     calibration = tmp_path / "calibrated" if scheme == "static" else None
     if calibration:
         calibrate(model, data, calibration, prompts=PromptOptions(10, 24))
-    report, kept = pack_within(
-        model, tmp_path / "out", KL, data, prompts=FEW,
-        options=PackOptions(scheme=scheme, calibration=calibration, layers={SENSITIVE: "channel"}),
-    )  # fmt: skip
+    options = PackOptions(scheme=scheme, calibration=calibration, layers={SENSITIVE: "channel"})
+    report, kept = pack_within(model, tmp_path / "out", KL, data, options, prompts=FEW)
     assert SENSITIVE in kept.skip
     assert Counter(report.packed.values())[scheme] == 3 * 7 - len(kept.skip)
-    kl, _ = measure(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval(),
-        tmp_path / "out", prompts(model, data, 10),
-    )  # fmt: skip
+    kl, _ = measure(whole_model(model), tmp_path / "out", prompts(model, data, 10))
     assert kl == pytest.approx(kept.quality.kl.value, rel=0.2)
 
 
@@ -236,7 +226,7 @@ def test_what_is_measured_is_what_the_folder_gives(tmp_path, scheme, layout):
     source = write_model(tmp_path / "llama", "llama", hidden_size=128, intermediate_size=128, num_key_value_heads=4)
     pack(source, tmp_path / "packed", scheme=scheme, layout=layout)
     switched = PartlyPackedModel(open_source(source), PackOptions(scheme=scheme, layout=layout), "cpu")
-    plain, packed = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval() for _ in range(2))
+    plain, packed = whole_model(source), whole_model(source)
     ids = torch.arange(40).view(2, 20)
     assert torch.equal(switched.run(ids), plain(ids).logits)
     tensors = PackedTensors(tmp_path / "packed")
@@ -260,8 +250,6 @@ def by_hand(x: Tensor, weight: Any, scheme: Any) -> Tensor:
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 
-PROMPTS = PromptOptions(32, 40)
-
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["channel", "tensor"])
@@ -269,13 +257,12 @@ def test_a_gpu_measures_what_a_cpu_does(tmp_path, scheme):
     source = write_model(tmp_path / "llama", "llama", **SIZES)
     data = write_data(tmp_path / "data.jsonl")
     options = PackOptions(scheme=scheme)
-    _, free = pack_within(source, tmp_path / "free", [Budget("kl", 99)], data, options, prompts=PROMPTS)
+    _, free = pack_within(source, tmp_path / "free", [Budget("kl", 99)], data, options, prompts=MANY)
     budget = Budget("kl", free.all_packed.kl.value / 2)
-    found = {
-        device: pack_within(source, tmp_path / device, [budget], data, options, prompts=PROMPTS, device=device)[1]
+    cpu, cuda = (
+        pack_within(source, tmp_path / device, [budget], data, options, prompts=MANY, device=device)[1]
         for device in ("cpu", "cuda")
-    }
-    cpu, cuda = found["cpu"], found["cuda"]
+    )
     assert cuda.quality.kl.value <= budget.limit < cuda.all_packed.kl.value
     assert cuda.all_packed.kl.value == pytest.approx(cpu.all_packed.kl.value, rel=0.2)
     harms = {group.layers: group.harm for group in cpu.ranking}

@@ -1,7 +1,7 @@
 """A folded model computes what its source computes; transformers in float64 is the judge."""
 
 import json
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -25,6 +25,8 @@ from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.packing import pack
 from octavo.packing.transforms import Change, fold, random_signs, rotated, scaled, smoothing_factors
 from octavo.verification.verifier import verify
+
+open_model = partial(open_theirs, dtype=torch.float64)
 
 
 def make(root, name, **change):
@@ -59,10 +61,6 @@ def decoder(tmp_path_factory):
     return both
 
 
-def open_model(folder, dtype=torch.float64):
-    return open_theirs(folder, dtype)
-
-
 def off(folded, source):
     """How far the outputs are apart in float64, relative."""
     found, truth = outputs(open_model(folded)), outputs(open_model(source))
@@ -92,13 +90,13 @@ def test_smoothing_is_exact_to_the_bit(tmp_path, name):
     """Factors are powers of two: in BF16, with BF16's roundings on the way, nothing changes."""
     source = make(tmp_path, name)
     plain = tmp_path / "plain"
-    open_model(source, torch.bfloat16).save_pretrained(plain)
+    open_model(source, dtype=torch.bfloat16).save_pretrained(plain)
     (plain / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     (plain / "tokenizer_config.json").write_bytes((source / "tokenizer_config.json").read_bytes())
     report = fold(plain, tmp_path / "out", smooth=calibrated(plain, tmp_path))
     assert len(report.smoothed) == 3 * (1 if "bert" in name else 4)
     assert any(low < high for low, high in report.smoothed.values())
-    before, after = open_model(plain, torch.bfloat16), open_model(tmp_path / "out", torch.bfloat16)
+    before, after = open_model(plain, dtype=torch.bfloat16), open_model(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(outputs(before), outputs(after))
 
 
@@ -151,7 +149,7 @@ def test_bf16_is_off_by_its_rounding(tmp_path):
     assert {t.dtype for t in weights(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert report.rotated == (32, 8)
-    rounded = outputs(open_model(source, torch.bfloat16).double())
+    rounded = outputs(open_model(source, dtype=torch.bfloat16).double())
     truth = outputs(open_model(source))
     assert 0 < off(tmp_path / "out", source) < 2 * distance(rounded, truth)
 

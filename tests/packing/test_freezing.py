@@ -81,9 +81,8 @@ def test_a_packed_folder_is_frozen_as_its_model_in_memory(bf16, data, tmp_path, 
     model = octavo.load(tmp_path / "packed")
     scales = octavo.scales.freeze_scales(model, batches(bf16, data))
     found = PackedTensors(tmp_path / "out")
-    assert {name: float(found.input_scale(name)) for name in found.packing.schemes} == {
-        name: float(scale) for name, scale in scales.items()
-    }
+    written = {name: float(found.input_scale(name)) for name in found.packing.schemes}
+    assert written == {name: float(scale) for name, scale in scales.items()}
     assert torch.equal(outputs(model), outputs(octavo.load(tmp_path / "out")))
     clipped = octavo.scales.saturation(model, batches(bf16, data))
     assert clipped.keys() == scales.keys()
@@ -192,9 +191,8 @@ def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme):
     assert stored.keys() - without.keys() == names
     assert all(stored[name].shape == (1,) and stored[name].dtype == torch.float32 for name in names)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert config["kv_cache_scheme"] == {
-        "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True
-    }  # fmt: skip
+    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    assert config["kv_cache_scheme"] == expected
     assert json.loads((folder / "octavo.json").read_text())["calibration"]["kv_cache"] == "fp8"
     assert torch.equal(*(outputs(load_packed(path).model) for path in (folder, plain)))  # a forward pass has no cache
     assert convert_layout(folder, tmp_path / "again").lossless

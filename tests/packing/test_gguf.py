@@ -57,16 +57,14 @@ def tokenizer(pre: str = "gpt-2") -> Tokenizer:
         split = pre_tokenizers.Split(Regex(LLAMA3 if pre == "llama-bpe" else LLAMA3.replace("{1,3}", "")), "isolated")
         cut = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     made.pre_tokenizer, made.decoder = cut, decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=296, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=2
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=296, initial_alphabet=alphabet, show_progress=False, min_frequency=2)
     made.train_from_iterator(TEXT, trainer)
     made.add_special_tokens(["<bos>", "<eos>"])
     made.add_tokens(["clerk"])
     if pre == "llama-bpe":
-        made.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", made.token_to_id("<bos>"))]
-        )
+        special = [("<bos>", made.token_to_id("<bos>"))]
+        made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=special)
     return made
 
 
@@ -78,10 +76,9 @@ def write_model(path: Path, name: str, pre: str = "gpt-2", **change: Any) -> Pat
     config = getattr(transformers, f"{kind}Config")(**SIZES | ids | settings | change)
     lively(getattr(transformers, f"{kind}ForCausalLM")(config)).bfloat16().save_pretrained(path)
     words.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": "{{ messages }}",
-                    "tokenizer_class": "PreTrainedTokenizerFast"})
-    )  # fmt: skip
+    stated = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": "{{ messages }}"}
+    stated |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(stated))
     return path
 
 
@@ -158,11 +155,10 @@ def test_what_gguf_reads(tmp_path):
     assert {key: values[f"llama.{key}"] for key in wanted} == wanted
     assert values["llama.attention.layer_norm_rms_epsilon"] == np.float32(1e-5)
     words = tokenizer()
-    assert values["tokenizer.ggml.tokens"] == [
-        *(words.id_to_token(i) for i in range(words.get_vocab_size())),
-        *(f"[PAD{i}]" for i in range(words.get_vocab_size(), 300)),
-    ]
-    kinds = dict(zip(values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"], strict=True))
+    size = words.get_vocab_size()
+    tokens = [words.id_to_token(i) if i < size else f"[PAD{i}]" for i in range(300)]
+    assert values["tokenizer.ggml.tokens"] == tokens
+    kinds = dict(zip(tokens, values["tokenizer.ggml.token_type"], strict=True))
     kind = gguf.TokenType
     assert (kinds["a"], kinds["<eos>"], kinds["clerk"]) == (kind.NORMAL, kind.CONTROL, kind.USER_DEFINED)
     assert kinds["[PAD299]"] == kind.UNUSED

@@ -39,9 +39,8 @@ def test_there_and_back_again_changes_no_bit(made, tmp_path, scheme, cache):
     assert convert_layout(tmp_path / "there", tmp_path / "back").lossless
     assert same_bytes(tmp_path / "there", packed)
     assert same_bytes(tmp_path / "back", plain)
-    assert json.loads((tmp_path / "there" / "config.json").read_text()) == json.loads(
-        (packed / "config.json").read_text()
-    )
+    found, expected = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "there", packed))
+    assert found == expected
     assert (tmp_path / "there" / "hf_quant_config.json").exists()
     assert not (tmp_path / "back" / "hf_quant_config.json").exists()
     assert torch.equal(outputs(load_packed(packed).model), outputs(load_packed(plain).model))
@@ -165,8 +164,7 @@ def test_unpacked_is_data_times_scale_in_bf16(folders, tmp_path, name):
      ("mixed", "compressed-tensors", None)],
 )  # fmt: skip
 def test_what_holds_the_same_scales_loses_nothing(folders, tmp_path, name, layout, scheme):
-    result = convert_layout(folders[name], tmp_path / "out", layout=layout, scheme=scheme)
-    assert result.lossless
+    assert convert_layout(folders[name], tmp_path / "out", layout=layout, scheme=scheme).lossless
     before, after = wide(folders[name]), wide(tmp_path / "out")
     assert same_bits(before, after)
     assert convert_layout(tmp_path / "out", tmp_path / "back").lossless

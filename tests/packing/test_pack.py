@@ -210,9 +210,8 @@ def test_the_page_names_the_scheme_of_every_recipe():
     page = (Path(__file__).parents[2] / "docs" / "packing.md").read_text()
     rows = re.findall(r"^\| (.*?) \| (.*?) \|$", page.partition("| recipe | scheme |")[2].partition("\n\n")[0], re.M)
     found = {name: re.findall("`(.*?)`", schemes) for names, schemes in rows for name in re.findall("`(.*?)`", names)}
-    assert {name: schemes[0] for name, schemes in found.items()} == {
-        name: SCHEME_OF.get(name, "channel") for name in PRESETS
-    }
+    expected = {name: SCHEME_OF.get(name, "channel") for name in PRESETS}
+    assert {name: schemes[0] for name, schemes in found.items()} == expected
 
 
 def test_the_format_describes_every_scheme():

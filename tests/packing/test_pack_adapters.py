@@ -123,10 +123,9 @@ def test_a_calibration_is_of_the_merged_model(runs, tmp_path):
     calibrate(runs / "bf16", [str(runs / "text.txt")], tmp_path / "calibrated", prompts=PromptOptions(4, 32))
     report = pack(runs / "bf16", tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
     assert report.updates
+    other = scaled(runs, tmp_path / "run", 2)
     with pytest.raises(ArtifactError, match="is a calibration of another model"):
-        pack(
-            scaled(runs, tmp_path / "run", 2), tmp_path / "other", scheme="static", calibration=tmp_path / "calibrated"
-        )
+        pack(other, tmp_path / "other", scheme="static", calibration=tmp_path / "calibrated")
 
 
 def test_the_base_must_be_there_and_fit(runs, tmp_path):

@@ -74,9 +74,8 @@ def test_experts_of_several_blocks_open_in_the_layout_fp8_and_are_refused_in_the
     width, hidden = sizes
     made = {"hidden_size": hidden, "intermediate_size": width, "moe_intermediate_size": width, "num_hidden_layers": 1}
     source, out = make_model(tmp_path / "source", "mixtral", **made), tmp_path / "packed"
-    with pytest.raises(
-        ValueError, match=r"experts\.0\.w1: transformers opens .* --layout fp8, .* by channel \(--layer"
-    ):
+    said = r"experts\.0\.w1: transformers opens .* --layout fp8, .* by channel \(--layer"
+    with pytest.raises(ValueError, match=said):
         pack(source, out, experts=True, scheme="block")
     pack(source, out, experts=True, scheme="block", layout="fp8")
     with pytest.raises(ValueError, match="in the layout fp8 alone"):
@@ -152,9 +151,8 @@ def test_a_stack_that_others_packed_in_part_runs_in_bf16(sources, tmp_path):
 def test_the_quality_of_each_expert_is_measured(sources, tmp_path):
     """And an expert that no token reached has no number."""
     pack(sources["qwen3moe"], tmp_path / "packed", experts=True)
-    report = verify(
-        tmp_path / "packed", sources["qwen3moe"], [str(write_text(tmp_path / "text"))], prompts=PromptOptions(2, 16)
-    )
+    text = [str(write_text(tmp_path / "text"))]
+    report = verify(tmp_path / "packed", sources["qwen3moe"], text, prompts=PromptOptions(2, 16))
     seen = {layer.name: layer.output_sqnr for layer in report.layers if is_expert(layer.name)}
     assert len(seen) == 2 * 4 * 3
     assert sum(db is not None and 25 < db < 32 for db in seen.values()) > 12
@@ -335,9 +333,8 @@ def test_a_layer_that_is_named_is_packed(run, tmp_path):
 def test_a_run_that_moved_all_its_layers_is_refused(run, tmp_path):
     leaves = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + [f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
     promote(run, *(promotion(f"model.layers.{i}.{leaf}") for i in range(2) for leaf in leaves))
-    with pytest.raises(
-        ValueError, match=r"every layer .* to BF16: pack an earlier step .--step., or name layers in --layer"
-    ):
+    said = "every layer .* to BF16: pack an earlier step .--step., or name layers in --layer"
+    with pytest.raises(ValueError, match=said):
         pack(run, tmp_path / "packed")
 
 

@@ -12,13 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.quantization import (
-    Float8DynamicActivationFloat8WeightConfig,
-    Float8WeightOnlyConfig,
-    PerRow,
-    PerTensor,
-    quant_api,
-)
+from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig, PerRow, PerTensor
 from transformers import AutoModelForCausalLM, TorchAoConfig
 from verify_examples import change_config, change_tensors
 
@@ -44,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make_model(root / "bf16", "llama", num_hidden_layers=1)
     with pytest.MonkeyPatch.context() as patch:
         # torchao writes it on a GPU alone
-        patch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
+        patch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)
         for name, config in CONFIGS.items():
             options: Any = {"quantization_config": TorchAoConfig(config), "dtype": torch.bfloat16}
             model = AutoModelForCausalLM.from_pretrained(root / "bf16", **options)
@@ -94,10 +88,8 @@ def test_verify_reads_it(folders, tmp_path, scheme) -> None:
     assert report.ok, report.findings
     assert [layer.spec for layer in report.layers] == ["tensor, input tensor" if scheme == "tensor" else scheme] * 7
     assert all(layer.weight_sqnr > 25 for layer in report.layers)
-    assert [(each.name, each.outcome) for each in report.readers][:2] == [
-        ("transformers", "not run"),
-        ("octavo", "agrees"),
-    ]
+    outcomes = [(each.name, each.outcome) for each in report.readers]
+    assert outcomes[:2] == [("transformers", "not run"), ("octavo", "agrees")]
     assert octavo.check(octavo.load(folders[scheme]), folders[scheme]).ok
     if scheme != "channel":
         bad = shutil.copytree(folders[scheme], tmp_path / "bad")
@@ -113,20 +105,17 @@ def test_inspect_lists_it(folders, printed) -> None:
     assert (row[1], row[5:7]) == ("e4m3", ["tensor", "1"])
 
 
-DEFAULT = {"_type": "Float8WeightOnlyConfig", "_data": {}}
+PLAIN = {"_type": "Float8WeightOnlyConfig", "_data": {}}
 
 
 @pytest.mark.parametrize(
     ("quant_type", "message"),
     [
         ({"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}}, "quant_type is Int4WeightOnlyConfig, .*; octavo"),
-        ({"default": DEFAULT, "layers": {}}, "quant_type is None, .*; octavo reads one Float8Dynamic"),
-        (
-            {"default": DEFAULT | {"_data": {"weight_dtype": {"_data": "float8_e5m2"}}}},
-            "float8_e5m2, .* in float8_e4m3",
-        ),
-        ({"default": DEFAULT | {"_data": {"granularity": {"_type": "PerBlock"}}}}, "PerBlock, .*; octavo reads one"),
-        ({"default": DEFAULT | {"_data": {"activation_value_ub": 2.0}}}, r"bounds \[None, 2.0\]"),
+        ({"default": PLAIN, "layers": {}}, "quant_type is None, .*; octavo reads one Float8Dynamic"),
+        ({"default": PLAIN | {"_data": {"weight_dtype": {"_data": "float8_e5m2"}}}}, "float8_e5m2, .* in float8_e4m3"),
+        ({"default": PLAIN | {"_data": {"granularity": {"_type": "PerBlock"}}}}, "PerBlock, .*; octavo reads one"),
+        ({"default": PLAIN | {"_data": {"activation_value_ub": 2.0}}}, r"bounds \[None, 2.0\]"),
         ("int8", "quant_type is None"),
     ],
 )
@@ -143,9 +132,8 @@ def test_layers_that_torchao_converted_are_named_and_restored(gathered: bool) ->
     state, x = {name: t.clone() for name, t in model.state_dict().items()}, torch.randn(16, 64)
     expected = model(x)
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=gathered, emulate=True))
-    with pytest.raises(
-        ValueError, match=r"0: torchao converted it \(Float8Linear\): octavo.restore\(model\) makes it an"
-    ):
+    said = r"0: torchao converted it \(Float8Linear\): octavo.restore\(model\) makes it an"
+    with pytest.raises(ValueError, match=said):
         octavo.convert(model)
     assert octavo.restore(model) == ["0", "1"]
     assert all(type(layer) is nn.Linear and layer.__dict__.keys() == nn.Linear(1, 1).__dict__.keys() for layer in model)

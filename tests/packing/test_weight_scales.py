@@ -112,10 +112,8 @@ def test_a_delayed_run_packs_its_forward_pass(runs, tmp_path, name):
     assert record["calibration"] == {"rule": "history"}
     if name == "llama":
         assert report.skipped["model.layers.0.mlp.down_proj"] == "training left it in BF16"
-        assert (
-            "model.layers.1.mlp.down_proj"
-            in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
-        )
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert "model.layers.1.mlp.down_proj" in config["quantization_config"]["ignore"]
 
 
 def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs, tmp_path):

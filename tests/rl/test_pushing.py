@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_models import IDS, built, same_bits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo.integrations.peft import support
@@ -89,8 +90,7 @@ def test_the_engine_is_that_of_a_folder_packed_afresh(made, tmp_path, name, reci
 def test_a_head_in_eight_bits_follows(made, tmp_path, name):
     served = octavo.load(made(name, scheme="channel"), head="rowwise")
     model = trained(name)
-    pushed = push(model, served)
-    assert pushed.checksum == checksum(packed_afresh(model, tmp_path, head="rowwise"))
+    assert push(model, served).checksum == checksum(packed_afresh(model, tmp_path, head="rowwise"))
 
 
 def test_masters_in_bf16_and_many_pushes(made, tmp_path):
@@ -236,16 +236,14 @@ def on_ranks(rank, folder):
         fully_shard(layer)
     fully_shard(model)
     gathered: list[str] = []
-    full = torch.distributed.tensor.DTensor.full_tensor
+    full = DTensor.full_tensor
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(IDS, labels=IDS).loss.backward()
     optimizer.step()
     with torch.no_grad():
         model(IDS)  # leaves the weights of the root gathered
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "torch.distributed.tensor.DTensor.full_tensor", lambda t: gathered.append(str(t.shape)) or full(t)
-        )
+        patch.setattr(DTensor, "full_tensor", lambda t: gathered.append(str(t.shape)) or full(t))
         pushed = push(model, served)
     return pushed.checksum, tokens(served).tolist(), gathered
 
@@ -293,8 +291,7 @@ def test_served_weights_are_the_tensors_that_pack_writes(tmp_path, name, recipe,
 
 def test_served_weights_have_adapters_merged(tmp_path):
     model = adapted(trained("llama"))
-    found = dict(served_weights(model))
-    assert same_bits(found, packed_files(model.merge_and_unload(), tmp_path))
+    assert same_bits(dict(served_weights(model)), packed_files(model.merge_and_unload(), tmp_path))
 
 
 def test_what_served_weights_refuse():

@@ -107,8 +107,7 @@ def test_experts_multiply_the_same_numbers(made):
     model, served = built("mixtral", seed=1).bfloat16().eval(), octavo.load(made("mixtral", experts=True))
     octavo.convert(model, "rowwise")
     push(model, served)
-    found = parity(model, served, IDS)
-    assert ("weights", 0.0, "none: the same numbers") in found.sources
+    assert ("weights", 0.0, "none: the same numbers") in parity(model, served, IDS).sources
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])  # whose attention has a softcap, or a window of 8 tokens

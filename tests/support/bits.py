@@ -16,9 +16,7 @@ def bits(t: Tensor) -> Tensor:
 
 def tensors_of(result: Any) -> list[Tensor]:
     """All tensors of the result of an operation."""
-    parts = [
-        [leaf.data, leaf.scale.contiguous()] if isinstance(leaf, QTensor) else leaf for leaf in tree_leaves(result)
-    ]
+    parts = [[x.data, x.scale.contiguous()] if isinstance(x, QTensor) else x for x in tree_leaves(result)]
     return [t for t in tree_leaves(parts) if isinstance(t, Tensor)]
 
 

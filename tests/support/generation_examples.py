@@ -7,7 +7,6 @@ import torch
 from kv_cache_examples import model_of
 from torch import Tensor
 
-from octavo.inference.engine import Engine
 from octavo.inference.session import Session
 from octavo.inference.transformers_generate import accelerate_generate
 
@@ -45,5 +44,4 @@ def answers(model: Any, inputs: dict[str, Tensor], seed: int = 0, **settings: An
 
 
 def sessions(model: Any) -> list[Session]:
-    engine: Engine = model.octavo_engine
-    return engine.sessions
+    return model.octavo_engine.sessions

@@ -59,9 +59,8 @@ def oracle_scale(x: np.ndarray, cast: Cast) -> np.ndarray:
         stored = np.minimum(amax / top * divisor, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return np.where(stored == 0, np.float32(0.125), stored) / divisor
     if cast.scale == "e8m0_floor":  # MX
-        return np.maximum(
-            np.exp2(np.floor(np.log2(np.maximum(amax, least).astype(np.float64))) - 2), least, dtype=np.float32
-        )
+        exponent = np.floor(np.log2(np.maximum(amax, least).astype(np.float64))) - 2
+        return np.maximum(np.exp2(exponent), least, dtype=np.float32)
     scale = np.maximum(amax / top, least)
     if cast.relative_floor:
         scale = np.maximum(scale, scale.max(initial=0) * np.float32(cast.relative_floor))
@@ -128,11 +127,8 @@ def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
 def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows and columns of very different size, a zero row, and some zeros and negative zeros."""
     torch.manual_seed(shape[0] * 1000 + shape[1])
-    x = (
-        torch.randn(shape)
-        * torch.exp2(torch.randint(-9, 10, (shape[0], 1)))
-        * torch.exp2(torch.randint(-4, 5, (shape[1],)))
-    )
+    x = torch.randn(shape) * torch.exp2(torch.randint(-9, 10, (shape[0], 1)))
+    x *= torch.exp2(torch.randint(-4, 5, (shape[1],)))
     x[torch.rand(shape) < 0.05] = -0.0
     if shape[0] > 2:
         x[1] = 0

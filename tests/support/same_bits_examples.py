@@ -53,5 +53,4 @@ def answer(served: Any, given: dict[str, Tensor], piece: int | None = None) -> t
 def forward(trained: Any, texts: Tensor, mask: Tensor) -> Tensor:
     """The logits [B, NEW, V] that a training step computes for the tokens generated."""
     mask = torch.cat((mask, torch.ones_like(texts[:, mask.shape[1] :])), 1)
-    logits: Tensor = trained(input_ids=texts, attention_mask=mask).logits
-    return logits[:, -NEW - 1 : -1]
+    return trained(input_ids=texts, attention_mask=mask).logits[:, -NEW - 1 : -1]

@@ -20,8 +20,8 @@ def fails(call, *essentials):
 # --- Corpus
 
 
-def build(texts, context=4, fraction=0.25):
-    return build_corpus(texts, ByteTokenizer(), context, fraction)
+def build(texts, fraction=0.25):
+    return build_corpus(texts, ByteTokenizer(), 4, fraction)
 
 
 def test_documents_are_ordered_by_their_content_and_end_in_a_newline():

@@ -100,10 +100,6 @@ def remove_tokenizer(source):
         file.unlink()
 
 
-def lose_weight(source):
-    change_tensors(source, lambda weights: weights.pop(UP))
-
-
 def ask_for_code(source):
     describe(source, model_type="mine", auto_map={"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.My"})
     (source / "code.py").write_text("raise SystemExit('this code was run')")
@@ -121,7 +117,7 @@ REFUSED = [  # what is done to the folder, settings, the error, and what it must
     (lambda source: describe(source, model_type="vit"), {}, ConfigError, ["no causal language", "octavo.convert"]),
     (lambda folder: None, {"layers": 3}, ConfigError, ["layers 3 requires a model from random weights", "leave"]),
     (lambda folder: None, {"tokenizer": "bpe"}, ConfigError, ["tokenizer bpe requires a model from random weights"]),
-    (lose_weight, {}, ConfigError, ["lacks weights", UP, "1 in all"]),
+    (lambda source: change_tensors(source, lambda w: w.pop(UP)), {}, ConfigError, ["lacks weights", UP, "1 in all"]),
     (ask_for_code, {}, ValueError, ["auto_map", "runs no code"]),
 ]
 

@@ -40,8 +40,7 @@ def slow_copies(monkeypatch):
 def test_a_run_has_the_bits_of_one_without_it_and_goes_on_with_or_without(begin, go_on, records, tmp_path, chosen):
     begin(out=str(tmp_path / "plain"), **chosen).run()
     begin(out=str(tmp_path / "host"), steps=4, decay_steps=8, **chosen, **HOST).run()
-    trainer = go_on(tmp_path / "host", "--steps", "6", "--save-every", "6")
-    trainer.run()
+    go_on(tmp_path / "host", "--steps", "6", "--save-every", "6").run()
     go_on(tmp_path / "host", "--steps", "8", "--optimizer.masters", "device").run()
     for key in ("loss", "evaluation_loss", "gradient_norm", "sample"):
         expected = records(tmp_path / "plain", key)
@@ -78,9 +77,8 @@ def test_the_device_holds_a_byte_of_each_weight_that_fp8_reads(begin, tmp_path):
     trainer.lock.close()
     narrow = begin(recipe="bf16", out=str(tmp_path / "narrow"), **HOST)
     with narrow.state.on_device():
-        assert {p.dtype for block in narrow.model.model.layers for p in block.parameters() if p.ndim == 2} == {
-            torch.bfloat16
-        }
+        matrices = [p for block in narrow.model.model.layers for p in block.parameters() if p.ndim == 2]
+        assert {p.dtype for p in matrices} == {torch.bfloat16}
     narrow.lock.close()
 
 

@@ -34,16 +34,7 @@ from octavo.checkpoint.folder import RunFolder
 from octavo.train import processes
 from octavo.train.config import Config, ConfigError, Parallel
 from octavo.train.optimizer import optimizer_state
-from octavo.train.processes import (
-    Degrees,
-    _message_group,
-    agree_on_name,
-    check_parallel,
-    find_degrees,
-    gather,
-    mean_of_ranks,
-    whole,
-)
+from octavo.train.processes import Degrees, agree_on_name, check_parallel, find_degrees, gather, mean_of_ranks, whole
 from octavo.train.trainer import Trainer, resume_run, start_run
 from octavo_cli import main
 
@@ -124,7 +115,7 @@ def refusals(rank, folder, text):
     }
     messages = {"ranks": gather(rank)}
     # rank 0 may tokenize for hours before it sends a message
-    group = _message_group(dist.group.WORLD)._get_backend(torch.device("cpu"))
+    group = processes._message_group(dist.group.WORLD)._get_backend(torch.device("cpu"))
     messages["patience"] = group.options._timeout.total_seconds()
     for name, settings in wrong.items():
         config = Config.from_dict(tiny(THREE, {"data": [text], "out": f"{folder}/run"} | settings))
@@ -229,8 +220,7 @@ def test_two_processes_train_log_and_save(tmp_path, text, go_on, records):
     assert list(records(tmp_path / "run")) == list(speeds) == [2, 4]
     assert shares == pytest.approx({step: speed / 2 for step, speed in speeds.items()})
     # one process goes on where two ended
-    trainer = go_on(tmp_path / "run", "--steps", "5", "--data", str(text))
-    assert trainer.run().step == 5
+    assert go_on(tmp_path / "run", "--steps", "5", "--data", str(text)).run().step == 5
 
 
 @pytest.mark.slow

@@ -42,14 +42,6 @@ def gate_and_up(trainer):
     return mlp.gate_proj.weight.data, mlp.up_proj.weight.data
 
 
-def amax_jump(trainer):
-    layer(trainer, "input_layernorm").weight.data.mul_(50)
-
-
-def amax_jump_of_gradient(trainer):
-    gradient_of(trainer, "self_attn.k_proj", lambda dy: 1e6 * dy)
-
-
 def kurtosis_growth(trainer):
     """One column of the input of down is large, for the half of the tokens whose gate is open."""
     gate, up = gate_and_up(trainer)
@@ -62,90 +54,73 @@ def swiglu_alignment(trainer):
     up.copy_(-gate)
 
 
-def gradient_of(trainer, name, change):
-    layer(trainer, name).register_full_backward_pre_hook(lambda module, dy: (change(dy[0].float()).to(dy[0].dtype),))
+def gradient_of(name, change):
+    """A fault that changes the gradient dy of a layer."""
+
+    def hook(module, dy):
+        return (change(dy[0].float()).to(dy[0].dtype),)
+
+    return lambda trainer: layer(trainer, name).register_full_backward_pre_hook(hook)
 
 
-def underflow(trainer):
-    """A third of the columns of dy of o_proj are far below the others."""
-    width = trainer.config.width
-    gradient_of(trainer, "self_attn.o_proj", lambda dy: dy * torch.where(torch.arange(width) % 3 == 0, 1e-8, 1.0))
+def scale(name, value):
+    """A fault that multiplies the scale of x of a layer, and holds it."""
 
+    def plant(trainer):
+        history = layer(trainer, name).histories["x"]
+        history.scale.fill_(value * float(history.scale))
+        history.rule = replace(history.rule, interval=10**9)
 
-def underflow_in_dw(trainer):
-    """Three quarters of the tokens of v_proj have tiny gradients: each row has a scale, but dw has one exponent."""
-    gradient_of(trainer, "self_attn.v_proj", lambda dy: dy * torch.where(torch.arange(32) % 4 == 0, 1.0, 1e-9)[:, None])
-
-
-def scale(trainer, name, value):
-    history = layer(trainer, name).histories["x"]
-    history.scale.fill_(value * float(history.scale))
-    history.rule = replace(history.rule, interval=10**9)
-
-
-def saturation_spike(trainer):
-    scale(trainer, "self_attn.q_proj", 1 / 64)
-
-
-def dead_scale(trainer):
-    scale(trainer, "mlp.gate_proj", 1e20)
-
-
-def scale_gap(trainer):
-    scale(trainer, "self_attn.o_proj", 2**10)
-
-
-def dead_scale_of_gradient(trainer):
-    gradient_of(trainer, "mlp.up_proj", lambda dy: 0 * dy)
+    return plant
 
 
 def non_finite(trainer):
     layer(trainer, "self_attn.k_proj").register_forward_hook(lambda module, args, y: y * math.nan)
 
 
-def loss_spike(trainer):
-    trainer.model.model.norm.weight.data.mul_(20)
+# A third of the columns of dy of o_proj are far below the others.
+underflow = gradient_of("self_attn.o_proj", lambda dy: dy * torch.where(torch.arange(dy.shape[-1]) % 3 == 0, 1e-8, 1.0))
+# Three quarters of the tokens of v_proj have tiny gradients: each row has a scale, but dw has one exponent.
+FEW = torch.where(torch.arange(32) % 4 == 0, 1.0, 1e-9)[:, None]
 
-
+# Each begins with the name of its rule: the layer and the operand where that finds it, and what plants it.
 FAULTS = {
-    amax_jump: ("rowwise", "self_attn.q_proj", "x"),
-    amax_jump_of_gradient: ("rowwise", "self_attn.k_proj", "dy"),
-    kurtosis_growth: ("rowwise", "mlp.down_proj", "x"),
-    swiglu_alignment: ("rowwise", "mlp.gate_proj", None),
-    underflow: ("rowwise", "self_attn.o_proj", "dy"),
-    underflow_in_dw: ("rowwise", "self_attn.v_proj", "dy"),
-    saturation_spike: ("delayed", "self_attn.q_proj", "x"),
-    dead_scale: ("delayed", "mlp.gate_proj", "x"),
-    scale_gap: ("delayed", "self_attn.o_proj", "x"),
-    dead_scale_of_gradient: ("rowwise", "mlp.up_proj", "dy"),
-    non_finite: ("tensorwise", "self_attn.k_proj", "y"),
-    loss_spike: ("bf16", None, None),
+    "amax_jump": ("self_attn.q_proj", "x", lambda t: layer(t, "input_layernorm").weight.data.mul_(50)),
+    "amax_jump_of_gradient": ("self_attn.k_proj", "dy", gradient_of("self_attn.k_proj", lambda dy: 1e6 * dy)),
+    "kurtosis_growth": ("mlp.down_proj", "x", kurtosis_growth),
+    "swiglu_alignment": ("mlp.gate_proj", None, swiglu_alignment),
+    "underflow": ("self_attn.o_proj", "dy", underflow),
+    "underflow_in_dw": ("self_attn.v_proj", "dy", gradient_of("self_attn.v_proj", lambda dy: dy * FEW)),
+    "saturation_spike": ("self_attn.q_proj", "x", scale("self_attn.q_proj", 1 / 64)),
+    "dead_scale": ("mlp.gate_proj", "x", scale("mlp.gate_proj", 1e20)),
+    "scale_gap": ("self_attn.o_proj", "x", scale("self_attn.o_proj", 2**10)),
+    "dead_scale_of_gradient": ("mlp.up_proj", "dy", gradient_of("mlp.up_proj", lambda dy: 0 * dy)),
+    "non_finite": ("self_attn.k_proj", "y", non_finite),
+    "loss_spike": (None, None, lambda t: t.model.model.norm.weight.data.mul_(20)),
 }
 
 
-# The steps after which faults are planted, and those of one run, which is watched as by default.
+# The steps after which faults are planted, and the recipe and the faults of one run, which is watched as by default.
 GROUPS = [
-    (42, [amax_jump, underflow, kurtosis_growth]),
-    (53, [swiglu_alignment, underflow_in_dw, amax_jump_of_gradient]),
-    (44, [saturation_spike, dead_scale, scale_gap]),
-    (51, [dead_scale_of_gradient]),
-    (17, [non_finite]),
-    (27, [loss_spike]),
+    (42, "rowwise", ["amax_jump", "underflow", "kurtosis_growth"]),
+    (53, "rowwise", ["swiglu_alignment", "underflow_in_dw", "amax_jump_of_gradient"]),
+    (44, "delayed", ["saturation_spike", "dead_scale", "scale_gap"]),
+    (51, "rowwise", ["dead_scale_of_gradient"]),
+    (17, "tensorwise", ["non_finite"]),
+    (27, "bf16", ["loss_spike"]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("after", "faults"), GROUPS, ids=[" ".join(f.__name__ for f in faults) for _, faults in GROUPS]
-)
-def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(begin, after, faults):
-    (recipe,) = {FAULTS[fault][0] for fault in faults}
-    rate = {"learning_rate": 1e-2} if faults == [loss_spike] else {}  # a spike comes after a fall
-    found = run_with(begin(recipe=recipe, **RUN | rate, steps=after + 10), faults, after)
+@pytest.mark.parametrize(("after", "recipe", "faults"), GROUPS, ids=[" ".join(faults) for *_, faults in GROUPS])
+def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(begin, after, recipe, faults):
+    rate = {"learning_rate": 1e-2} if faults == ["loss_spike"] else {}  # a spike comes after a fall
+    plants = [FAULTS[fault][-1] for fault in faults]
+    found = run_with(begin(recipe=recipe, **RUN | rate, steps=after + 10), plants, after)
     assert min(event.step for event in found) > after, found
     for fault in faults:
-        _, name, operand = FAULTS[fault]
+        name, operand, _ = FAULTS[fault]
         name = name and f"model.layers.1.{name}"
-        rule = fault.__name__.removesuffix("_in_dw").removesuffix("_of_gradient")
+        rule = fault.removesuffix("_in_dw").removesuffix("_of_gradient")
         assert (rule, name, operand) in {(event.rule, event.layer, event.operand) for event in found}, found
 
 
@@ -212,7 +187,7 @@ def test_at_the_right_rate_nothing_is_said(learning, recipe, seed):
 
 
 def test_every_fault_is_planted():
-    assert {fault for _, group in GROUPS for fault in group} == FAULTS.keys()
+    assert {fault for *_, group in GROUPS for fault in group} == FAULTS.keys()
 
 
 # ---- Faults of one expert of a mixture
@@ -220,10 +195,6 @@ def test_every_fault_is_planted():
 
 def experts(trainer):
     return layer(trainer, "mlp.experts")
-
-
-def jump_of_gate_and_up(trainer):
-    gate_and_up(trainer)[1].mul_(50)
 
 
 def jump_of_the_gradient(trainer):
@@ -252,10 +223,6 @@ def zero_down(trainer):
     experts(trainer).down_proj.data[EXPERT] = 0
 
 
-def infinite_weight(trainer):
-    experts(trainer).gate_up_proj.data[EXPERT, 3, 5] = math.inf
-
-
 def infinite_output(trainer, only_in_fp8=False):
     def overflow(module, args, y):
         bad = (args[1] == EXPERT).any(1, keepdim=True)
@@ -267,21 +234,21 @@ def infinite_output(trainer, only_in_fp8=False):
 # Of each fault, the rule, the place, and the steps after which it is planted: training undoes some faults within steps,
 # as tokens leave the expert, or its matrices change.
 EXPERT_FAULTS = {
-    jump_of_gate_and_up: ("amax_jump", ".down_proj", "x", 49),
-    jump_of_the_gradient: ("amax_jump", ".gate_up_proj", "dy", 49),
-    kurtosis_growth: ("kurtosis_growth", ".down_proj", "x", 42),
-    swiglu_alignment: ("swiglu_alignment", ".gate_up_proj", None, 53),
-    tiny_columns: ("underflow", ".down_proj", "w", 49),
-    tiny_tokens: ("underflow", ".down_proj", "dy", 42),
-    zero_down: ("dead_scale", ".down_proj", "w", 49),
-    infinite_weight: ("non_finite", "", "w", 17),
-    infinite_output: ("non_finite", "", "y", 18),
+    "jump of gate and up": ("amax_jump", ".down_proj", "x", 49, lambda t: gate_and_up(t)[1].mul_(50)),
+    "jump of the gradient": ("amax_jump", ".gate_up_proj", "dy", 49, jump_of_the_gradient),
+    "kurtosis": ("kurtosis_growth", ".down_proj", "x", 42, kurtosis_growth),
+    "alignment": ("swiglu_alignment", ".gate_up_proj", None, 53, swiglu_alignment),
+    "tiny columns": ("underflow", ".down_proj", "w", 49, tiny_columns),
+    "tiny tokens": ("underflow", ".down_proj", "dy", 42, tiny_tokens),
+    "zero down": ("dead_scale", ".down_proj", "w", 49, zero_down),
+    "inf in w": ("non_finite", "", "w", 17, lambda t: experts(t).gate_up_proj.data[EXPERT, 3, 5].fill_(math.inf)),
+    "inf in y": ("non_finite", "", "y", 18, infinite_output),
 }
 
 
-@pytest.mark.parametrize("fault", EXPERT_FAULTS, ids=lambda fault: fault.__name__)
-def test_the_expert_is_named_within_ten_steps(begin, fault):
-    rule, leaf, operand, after = EXPERT_FAULTS[fault]
+@pytest.mark.parametrize("name", EXPERT_FAULTS)
+def test_the_expert_is_named_within_ten_steps(begin, name):
+    rule, leaf, operand, after, fault = EXPERT_FAULTS[name]
     found = run_with(begin(**MIXTURE, steps=after + 10), [fault], after)
     assert min((event.step for event in found), default=after + 1) > after, found
     place = rule, f"{LAYER}{leaf}", operand

@@ -78,8 +78,7 @@ def test_killed_anywhere_and_resumed_is_the_same(begin, go_on, records, spawn, t
     trainer = go_on(run.path)
     assert 3 <= trainer.state.step <= killed_at
     stop_after(trainer, killed_at + 4)
-    whole = begin(**settings, save_every=100_000, out=str(tmp_path / "whole"))
-    stop_after(whole, killed_at + 4)
+    stop_after(begin(**settings, save_every=100_000, out=str(tmp_path / "whole")), killed_at + 4)
     assert_same_run(run.path, tmp_path / "whole", records)
     assert list(records(run.path)) == list(range(1, killed_at + 5))
 

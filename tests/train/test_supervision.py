@@ -132,8 +132,7 @@ def test_layers_with_faults_are_promoted_and_a_resumed_run_keeps_that(begin, go_
     before = records(path)
     resumed.run()
     assert records(path) == before
-    opened = open_run(path, 14).model
-    assert layer_of(opened).recipe.name == "bf16"
+    assert layer_of(open_run(path, 14).model).recipe.name == "bf16"
 
 
 def test_a_checkpoint_from_before_a_promotion_is_opened_without_it(begin, found):
@@ -150,8 +149,7 @@ def test_warnings_are_logged_and_change_nothing_by_default(begin, found, records
     found(4, event(DOWN))
     ends = []
     for name in ("warned", "clean"):
-        trainer = begin(out=str(tmp_path / name))
-        trainer.run()
+        begin(out=str(tmp_path / name)).run()
         ends.append(records(tmp_path / name))
     assert ends[0] == ends[1]
     assert records(tmp_path / "warned", "warnings") == {4: {"saturation_spike": 1}}

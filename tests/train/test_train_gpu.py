@@ -24,17 +24,13 @@ def reproducible(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def finished(process):
-    out, err = process.communicate(timeout=HANG)
-    assert process.returncode == 0, err
-    return out
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_six_steps_and_their_second_half_again(spawn, begin, records, tmp_path, precision):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = SIX_STEPS | {"precision": precision, "deterministic": True}
-    out = finished(spawn(**settings, device="cuda", out=str(whole)))
+    process = spawn(**settings, device="cuda", out=str(whole))
+    out, err = process.communicate(timeout=HANG)
+    assert process.returncode == 0, err
     assert "device  cuda" in out
     assert "y, dx, dw cublaslt:" in out
 

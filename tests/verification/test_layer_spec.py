@@ -82,11 +82,10 @@ def test_a_quantization_without_a_name_is_described() -> None:
 
 
 def test_targets_by_name_come_before_patterns_and_classes() -> None:
+    named = ((["Linear"], "tensor"), (["re:.*q_proj", "re:.*gate"], "channel"), (["a.gate"], "tensor"))
     groups = {
         str(i): {"targets": targets, "weights": EIGHT | {"strategy": strategy}}
-        for i, (targets, strategy) in enumerate(
-            ((["Linear"], "tensor"), (["re:.*q_proj", "re:.*gate"], "channel"), (["a.gate"], "tensor"))
-        )
+        for i, (targets, strategy) in enumerate(named)
     }
     specs, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
     assert [spec and spec.rows for spec in specs.values()] == [1, 0, None]
@@ -156,9 +155,8 @@ def test_keys_and_values_are_rounded_as_transformers_does(made, tmp_path, name, 
     know_caches(monkeypatch)
     plain = made(name, scheme="channel")
     cached = shutil.copytree(made(name, scheme="channel", kv_cache="fp8"), tmp_path / "cached")
-    change_tensors(
-        cached, lambda t: t.update({key: 9 * s for key, s in t.items() if key.endswith(("k_scale", "v_scale"))})
-    )
+    ends = ("k_scale", "v_scale")
+    change_tensors(cached, lambda t: t.update({key: 9 * s for key, s in t.items() if key.endswith(ends)}))
     before, after = (run_verify(folder, made(name)) for folder in (plain, cached))
     assert not after.findings
     assert "keys and values are rounded by the folder's scales, as its cache does" in after.remarks
@@ -203,6 +201,7 @@ def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path
 
 
 DOWN = "model.layers.1.mlp.down_proj"
+open_float32 = partial(open_theirs, dtype=torch.float32)
 
 
 def prompts() -> list[Tensor]:
@@ -210,10 +209,6 @@ def prompts() -> list[Tensor]:
     data = TEXT.encode()
     rows = [torch.tensor(list(data[i : i + 64]))[None] for i in range(0, len(data), 64)]
     return sorted(rows, key=lambda row: -row.shape[1])
-
-
-def open_float32(folder: Path) -> Any:
-    return open_theirs(folder, torch.float32)
 
 
 def test_quality_is_that_of_transformers(made: Folders) -> None:

@@ -23,16 +23,7 @@ from octavo.inference.packed_linear import PackedLinear
 from octavo.packing import convert_layout, pack
 from octavo.verification import readers
 from octavo.verification import verifier as pipeline
-from octavo.verification.readers import (
-    BF16,
-    BF16_LOOSE,
-    FLOAT32,
-    Probe,
-    ReaderResult,
-    next_log_probabilities,
-    open_with_vllm,
-    try_readers,
-)
+from octavo.verification.readers import BF16, BF16_LOOSE, FLOAT32, Probe, ReaderResult, open_with_vllm, try_readers
 from octavo.verification.verifier import verify
 
 
@@ -111,10 +102,9 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
         assert sampling == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
         results = []
         for ids in (torch.tensor([entry["prompt_token_ids"]]) for entry in asked):
-            logs = zip(
-                ids[0, 1:].tolist(), next_log_probabilities(model(ids).detach().float(), ids)[0].tolist(), strict=True
-            )
-            entries = [{token: SimpleNamespace(logprob=log)} for token, log in logs]
+            logs = readers.next_log_probabilities(model(ids).detach().float(), ids)[0].tolist()
+            pairs = zip(ids[0, 1:].tolist(), logs, strict=True)
+            entries = [{token: SimpleNamespace(logprob=log)} for token, log in pairs]
             results.append(SimpleNamespace(prompt_logprobs=[None, *entries]))
         return results
 

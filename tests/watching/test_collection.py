@@ -20,10 +20,10 @@ from octavo.watching.storage import FULL_SHARE, OPERANDS, UNQUANTIZED
 T, K, N = 48, 80, 64
 
 
-def train(model, steps=1, x=None, dy=None, watch=None, rate=0.01):
+def train(model, steps=1, x=None, dy=None, watch=None):
     x = matrix(T, K, spread=1) if x is None else x
     dy = matrix(T, N, spread=1, seed=1) * 1e-3 if dy is None else dy
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
         model(x.clone().requires_grad_()).backward(dy)
         optimizer.step()
@@ -33,8 +33,8 @@ def train(model, steps=1, x=None, dy=None, watch=None, rate=0.01):
             watch.step()
 
 
-def sampled(model, **options):
-    with octavo.watch(model, interval=1000, **options) as watch:
+def sampled(model):
+    with octavo.watch(model, interval=1000) as watch:
         train(model, watch=watch)
         sample = watch.latest()
     return {OPERANDS[r["operand"]]: r for r in sample.operands}, sample.layer_records

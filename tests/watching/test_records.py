@@ -32,11 +32,11 @@ def record(stats):
     return operand_records(7, np.zeros(1, int), np.zeros(1, int), stats.numpy())[0]
 
 
-def observed(x, cast=None, **more):
+def observed(x, cast=None):
     stats = empty()
     q = None if cast is None else quantize(x, cast)
     of_q = () if q is None else (q.data, q.scale, cast.spec)
-    observe(stats, 0, "x", [x], [], *of_q, **more)
+    observe(stats, 0, "x", [x], [], *of_q)
     return record(stats)
 
 

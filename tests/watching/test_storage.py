@@ -142,7 +142,7 @@ def changed(run, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def changed_layer(run, **fields):
+def with_layer(run, **fields):
     first, *rest = json.loads((watch_folder(run) / "layers.json").read_text())["layers"]
     changed(run, layers=[first | fields, *rest])
 
@@ -154,12 +154,9 @@ def changed_layer(run, **fields):
         (lambda run: changed(run, version=2), "version 2 .* reads version 1"),
         (lambda run: changed(run, layers=[{"name": "a"}]), "layers.json is not a description"),
         (lambda run: (watch_folder(run) / "layers.json").write_text("{"), "not valid JSON"),
-        (
-            lambda run: changed_layer(run, gemms={"y": {"precision": "fp8", "kernel": "emulated", "why": 1.0}}),
-            "why must",
-        ),
-        (lambda run: changed_layer(run, kind=None), "kind must be a string, got None"),
-        (lambda run: changed_layer(run, formats={"x": 8}), "formats must be an object, got {'x': 8}"),
+        (lambda run: with_layer(run, gemms={"y": {"precision": "fp8", "kernel": "emulated", "why": 1.0}}), "why must"),
+        (lambda run: with_layer(run, kind=None), "kind must be a string, got None"),
+        (lambda run: with_layer(run, formats={"x": 8}), "formats must be an object, got {'x': 8}"),
     ],
 )
 def test_a_damaged_watch_is_refused_with_a_reason(tmp_path, damage, message):

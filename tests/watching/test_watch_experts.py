@@ -37,8 +37,7 @@ class Layer(nn.Module):
         self.index, self.weight = index, torch.rand(index.shape) + 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.experts(x, self.index, self.weight)
-        return y
+        return self.experts(x, self.index, self.weight)
 
 
 class Halves(nn.Module):
@@ -50,8 +49,7 @@ class Halves(nn.Module):
         self.rows, self.layer = rows, GroupedLinear(2, K, K)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x, torch.tensor([self.rows, TOKENS], dtype=torch.int32))
-        return y
+        return self.layer(x, torch.tensor([self.rows, TOKENS], dtype=torch.int32))
 
 
 def watched(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, recipe: str | Recipe = "rowwise"):
@@ -130,9 +128,8 @@ def test_a_grouped_linear_layer_is_watched(recipe):
     found = row(sample, layers, "layer.weight", 1)
     assert found["amax"] == w.abs().max()
     assert found["scale"] == pytest.approx(float(quantize_matrices(w, recipe.w).scale.float().max()))
-    assert found["sqnr"] == pytest.approx(
-        sqnr(w, torch.stack([quantize(matrix, recipe.w).dequantize() for matrix in w])), abs=0.01
-    )
+    each = torch.stack([quantize(matrix, recipe.w).dequantize() for matrix in w])
+    assert found["sqnr"] == pytest.approx(sqnr(w, each), abs=0.01)
     assert not brief[0]["nonfinite"].any()
     assert [layer.name for layer in layers] == ["layer.weight"]
     assert sorted(sample.operands["operand"]) == [0, 1, 2]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_examples import batch, blocks, sharded
+from fsdp_examples import batch, converted, sharded
 from ranks import run_ranks
 from tensor_parallel_examples import make_model, mesh_of
 from torch import nn
@@ -20,16 +20,16 @@ from octavo.watching import read_watch
 pytestmark = pytest.mark.slow
 
 SHARES = ("saturated", "flushed", "zero_rows", "nonfinite")
+TOKENS = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
-def record(model, inputs, loss, folder=None, steps=1):
+def record(model, inputs, loss, folder=None):
     with octavo.watch(model, interval=1, rows=1000, folder=folder) as watch:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(steps):
-            loss(model, inputs).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            watch.step()
+        loss(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step()
         return watch.latest().operands, watch.latest().layer_records, watch.layers
 
 
@@ -41,22 +41,11 @@ def entropy(model, tokens):
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def converted_blocks():
-    torch.manual_seed(0)
-    model = blocks()
-    octavo.convert(model)
-    return model
-
-
-def tokens():
-    return torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(1))
-
-
 def of_ranks(rank, folder):
     """Records of FSDP2 with and without weights gathered in eight bits, and of tensor parallelism."""
     mine = batch(rows=12).chunk(2)[rank]
-    wide = record(sharded(converted_blocks()), mine, mean_square, Path(folder))
-    model = sharded(converted_blocks())
+    wide = record(sharded(converted()), mine, mean_square, Path(folder))
+    model = sharded(converted())
     fp8_all_gather(model)
     gathered = record(model, mine, mean_square)
     model = make_model("llama")
@@ -64,7 +53,7 @@ def of_ranks(rank, folder):
     mesh = mesh_of(1, 2)
     tensor_parallel(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])  # rows of weights are divided by both meshes
-    parallel = record(model, tokens(), entropy)
+    parallel = record(model, TOKENS, entropy)
     dist.barrier()
     return wide, gathered, parallel
 
@@ -92,13 +81,12 @@ def test_all_ranks_have_the_same_records(ranks):
 
 def test_sharded_weights_are_recorded_as_one_rank_records_them(ranks):
     operands, layers, described = ranks[0][0]
-    expected, expected_layers, one = record(converted_blocks(), batch(rows=12), mean_square)
+    expected, expected_layers, one = record(converted(), batch(rows=12), mean_square)
     assert described == one
     w, x = (expected["operand"] == operand for operand in (1, 0))
     close(operands[w], expected[w], ("amax", "rms", "scale", "sqnr", "kurtosis", *SHARES), 1e-5)
     close(operands[x], expected[x], ("amax", "rms", "scale", "kurtosis"), 1e-2)
-    names = ("gradient_norm", "gradient_amax", "weight_smallest", "weight_largest", "weight_norm")
-    for name in names:
+    for name in ("gradient_norm", "gradient_amax", "weight_smallest", "weight_largest"):
         assert layers[name] == pytest.approx(expected_layers[name], rel=0.05), name
     assert layers["weight_norm"] == pytest.approx(expected_layers["weight_norm"], rel=1e-6)
 
@@ -116,7 +104,7 @@ def test_tensor_parallel_layers_are_recorded_as_whole_ones(ranks):
     operands, layers, described = ranks[0][2]
     model = make_model("llama")
     octavo.convert(model)
-    expected, expected_layers, one = record(model, tokens(), entropy)
+    expected, expected_layers, one = record(model, TOKENS, entropy)
     assert [layer.shape for layer in described] == [layer.shape for layer in one]
     forward = expected["operand"] < 2
     close(operands[forward], expected[forward], ("amax", "rms", "scale", "kurtosis", *SHARES), 1e-3)
