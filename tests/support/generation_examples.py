@@ -7,6 +7,7 @@ import torch
 from kv_cache_examples import model_of
 from torch import Tensor
 
+from octavo.inference.engine import Engine
 from octavo.inference.session import Session
 from octavo.inference.transformers_generate import accelerate_generate
 
