@@ -4,10 +4,9 @@ import pytest
 import torch
 from adapter_oracle import wrap
 from fused_oracle import BFLOAT16_DB, FLOAT32_DB, check, exact, gelu, is_fused, linears, run, swiglu, tokens
+from linear_examples import converted_model
 from operation_counts import operations
 from torch import Tensor, nn
-
-import octavo
 
 BLOCKS = pytest.mark.parametrize(
     ("build", "kind", "without"),
@@ -18,9 +17,7 @@ BLOCKS = pytest.mark.parametrize(
 
 def adapted(build, kind: str, without: str = "", dtype: torch.dtype = torch.float32):
     torch.manual_seed(0)
-    block = build(kind).to(dtype)
-    octavo.convert(block)
-    return wrap(block, without)
+    return wrap(converted_model(build(kind).to(dtype)), without)
 
 
 def inputs(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:

@@ -28,6 +28,7 @@ from fused_oracle import (
     tokens,
 )
 from gpus import ONLY_HOPPER
+from linear_examples import converted_model
 from metrics import sqnr
 from torch import Tensor, nn
 
@@ -49,9 +50,7 @@ GRAPH_LEAST = 30  # dB, of a replayed graph; 15 with the weights of one step bef
 
 def on_gpu(build, kind: str = "rms", bias: bool = False) -> Block:
     """Converted, in BF16."""
-    block = build(kind, K, F, bias).to("cuda", torch.bfloat16)
-    octavo.convert(block)
-    return block
+    return converted_model(build(kind, K, F, bias).to("cuda", torch.bfloat16))
 
 
 def inputs(t: int = T) -> tuple[Tensor, Tensor]:
@@ -259,9 +258,8 @@ BLOCKS = pytest.mark.parametrize(("build", "least"), [(linears, 30), (swiglu, 27
 def adapted(build) -> tuple[nn.Module, Tensor, Tensor]:
     """A block on the CPU, x and residual."""
     torch.manual_seed(0)
-    block = build("rms", K, F, False).to(torch.bfloat16)
-    octavo.convert(block)
-    return wrap(block), tokens(T, K, torch.bfloat16), tokens(T, K, torch.bfloat16)
+    block = wrap(converted_model(build("rms", K, F, False).to(torch.bfloat16)))
+    return block, tokens(T, K, torch.bfloat16), tokens(T, K, torch.bfloat16)
 
 
 @BLOCKS

@@ -1,4 +1,6 @@
-"""A converted linear layer and its three products."""
+"""Converted models, and a converted linear layer and its three products."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,12 @@ FOUR_BITS_DB = 12  # at least, with both operands in e2m1
 def without_chance(name: str) -> Recipe:
     """The preset of this name, with all operands rounded to nearest."""
     return Recipe.from_json(octavo.recipe.PRESETS[name]().to_json().replace("stochastic", "nearest"))
+
+
+def converted_model(model: Any, *recipe: Any, **options: Any) -> Any:
+    """The model that is given, converted."""
+    octavo.convert(model, *recipe, **options)
+    return model
 
 
 def converted(recipe: str | Recipe, bias: bool = False, k: int = K, n: int = N) -> octavo.Linear:
