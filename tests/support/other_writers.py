@@ -11,14 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors import quantization
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.modeling import kvcache
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationConfig,
-    apply_quantization_config,
-    preset_name_to_scheme,
-)
 from compressed_tensors.quantization.lifecycle import apply, initialize
 from safetensors.torch import save_file
 from tiny_models import make_model, open_theirs
@@ -57,14 +52,14 @@ def know_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 def compressed_tensors(folder: Path, preset: str, *, kv_cache: bool = False) -> Weights:
     """As compressed-tensors compresses a model; scales are in BF16, the model's dtype."""
     model = make_source(folder)
-    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
-    config = QuantizationConfig(
-        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
+    cache = quantization.QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+    config = quantization.QuantizationConfig(
+        config_groups={"group_0": quantization.preset_name_to_scheme(preset, ["Linear"])},
         ignore=["lm_head"], kv_cache_scheme=cache if kv_cache else None,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         know_caches(patch)
-        apply_quantization_config(model, config)
+        quantization.apply_quantization_config(model, config)
         compressor = ModelCompressor.from_pretrained_model(model)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):

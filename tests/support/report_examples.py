@@ -6,20 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from octavo.watching.storage import (
-    BINADES,
-    FULL_SHARE,
-    LAYER,
-    OPERAND,
-    Event,
-    GemmRun,
-    Watched,
-    WatchedLayer,
-    WatchWriter,
-)
+from octavo.watching import storage
+from octavo.watching.storage import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, Watched, WatchedLayer, WatchWriter
 
 KINDS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "mlp.up", "mlp.down")
-NORMAL = np.exp2(-np.arange(BINADES)) / 2  # shares of an even distribution
+NORMAL = np.exp2(-np.arange(storage.BINADES)) / 2  # shares of an even distribution
 
 
 def layers_of(count: int) -> list[WatchedLayer]:
