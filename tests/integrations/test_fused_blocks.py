@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from linear_examples import converted_model
+from operation_counts import saved_tensors
 from torch import Tensor, nn
 
 import octavo
@@ -92,14 +93,10 @@ def test_a_mask_reaches_the_attention() -> None:
 
 def saved(model: nn.Module) -> int:
     """The bytes that a forward pass keeps for the backward pass, other than weights."""
-    kept: dict[int, int] = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t
-    ):
-        x, *text = inputs(model)
-        run(model, x.requires_grad_(), *text)
+    x, *text = inputs(model)
+    kept = [t.untyped_storage() for t in saved_tensors(lambda: run(model, x.requires_grad_(), *text))]
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return sum(size for pointer, size in kept.items() if pointer not in weights)
+    return sum({s.data_ptr(): s.nbytes() for s in kept if s.data_ptr() not in weights}.values())
 
 
 # Of timm: x, z, q, k, v, the attention's output and u. Of diffusers: the three x, q, k and v of the self-attention, q

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from linear_examples import QUANTIZED, converted, converted_model
+from operation_counts import saved_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -377,13 +377,6 @@ def test_an_optimizer_of_another_model_may_step_between_forward_and_backward() -
         assert torch.equal(p.grad, gradient)
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 def by_hand(model: Net) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -443,9 +436,7 @@ def step(linear: octavo.Linear) -> tuple[Tensor, Tensor]:
 
 def saved_of_weight(linear: octavo.Linear, x: Tensor) -> int:
     """Bytes of the saved tensors that are as large as the weight, without the weight itself."""
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        linear(x)
+    saved = saved_tensors(lambda: linear(x))
     return sum(t.nbytes for t in saved if t.numel() == N * K and t.data_ptr() != linear.weight.data_ptr())
 
 

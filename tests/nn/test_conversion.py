@@ -56,9 +56,8 @@ def test_the_device_decides_the_backends(monkeypatch: pytest.MonkeyPatch) -> Non
         with torch.device(weights):
             model = build(LLAMA)
         report = octavo.convert(model, device=device)
-        assert {backend.reason for backend in report.backends.values()} == {
-            f"{expected} has no FP8 GEMM: exact in float32, slower than BF16"
-        }
+        reason = f"{expected} has no FP8 GEMM: exact in float32, slower than BF16"
+        assert {backend.reason for backend in report.backends.values()} == {reason}
 
 
 def quantized() -> nn.Module:

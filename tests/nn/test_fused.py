@@ -9,7 +9,7 @@ import pytest
 import torch
 from linear_examples import converted_model
 from metrics import sqnr
-from operation_counts import operations
+from operation_counts import operations, saved_tensors
 from torch import Tensor, nn
 
 import octavo
@@ -168,9 +168,7 @@ def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
 def test_saved_for_backward_are_the_stream_and_the_output_of_the_inner_layers() -> None:
     """And the parameters, and scales: no bytes of n, h or w."""
     block, x, residual = converted_model(oracle.swiglu()), oracle.tokens(33), oracle.tokens(33)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        block(x, residual)
+    saved = saved_tensors(lambda: block(x, residual))
     parameters = {p.data_ptr() for p in block.parameters()}
     large = [t for t in saved if t.data_ptr() not in parameters and t.shape[-1] != 1]
     assert sorted((tuple(t.shape), t.element_size()) for t in large) == [((33, 64), 4), ((33, 192), 4)]

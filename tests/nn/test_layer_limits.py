@@ -202,10 +202,8 @@ def test_a_layer_that_quantizes_nothing_takes_float64() -> None:
 
 
 @pytest.fixture
-def mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+def mesh(one_rank):
+    return init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])

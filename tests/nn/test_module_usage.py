@@ -246,20 +246,17 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP", "ignore:.*NO_SHARD", "ignore:.*world size is 1")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapped_module_has_the_name_that_it_has_alone(wrapper: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 4))
     modules, tensors = dict(model.named_modules()), dict(model.named_parameters())
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = WRAPPERS[wrapper](model)
-        named = [(name, module) for name, module in wrapped.named_modules() if "lora_" not in name]
-        assert modules.keys() <= {plain_name(name) for name, _ in named}
-        assert {plain_name(name) for name, _ in wrapped.named_parameters() if "lora_" not in name} == tensors.keys()
-        linears = [(name, module) for name, module in named if type(module) is nn.Linear and ".default" not in name]
-        assert all(modules[plain_name(name)] is module for name, module in linears)
-    finally:
-        torch.distributed.destroy_process_group()
+    wrapped = WRAPPERS[wrapper](model)
+    named = [(name, module) for name, module in wrapped.named_modules() if "lora_" not in name]
+    assert modules.keys() <= {plain_name(name) for name, _ in named}
+    assert {plain_name(name) for name, _ in wrapped.named_parameters() if "lora_" not in name} == tensors.keys()
+    linears = [(name, module) for name, module in named if type(module) is nn.Linear and ".default" not in name]
+    assert all(modules[plain_name(name)] is module for name, module in linears)
 
 
 # ---- The operations that compiled code calls in place of the layers' autograd functions

@@ -329,9 +329,8 @@ def test_batches_are_tensors_tuples_or_mappings():
             return self.linear(x * factor)
 
     model = converted_model(Model(), "delayed")
-    scales = octavo.scales.freeze_scales(
-        model, [torch.ones(2, 32), (torch.ones(2, 32),), {"x": torch.ones(2, 32), "factor": 7}]
-    )
+    batches = [torch.ones(2, 32), (torch.ones(2, 32),), {"x": torch.ones(2, 32), "factor": 7}]
+    scales = octavo.scales.freeze_scales(model, batches)
     assert float(scales["linear"]) == pytest.approx(2 * 7 / 448)
 
 

@@ -40,9 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "bert": ("BertModel", SIZES | {"intermediate_size": 256}, torch.bfloat16),
 }
 SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128")
-LAYOUTS = {
-    "compressed-tensors": SCHEMES, "fp8": ("block",), "modelopt": ("static", "channel", "block"),
-}  # fmt: skip
+LAYOUTS = {"compressed-tensors": SCHEMES, "fp8": ("block",), "modelopt": ("static", "channel", "block")}
 RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8", "groupwise")
 
 

@@ -59,9 +59,8 @@ def oracle_scale(x: np.ndarray, cast: Cast) -> np.ndarray:
         stored = np.minimum(amax / top * divisor, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return np.where(stored == 0, np.float32(0.125), stored) / divisor
     if cast.scale == "e8m0_floor":  # MX
-        return np.maximum(
-            np.exp2(np.floor(np.log2(np.maximum(amax, least).astype(np.float64))) - 2), least, dtype=np.float32
-        )
+        exponent = np.floor(np.log2(np.maximum(amax, least).astype(np.float64))) - 2
+        return np.maximum(np.exp2(exponent), least, dtype=np.float32)
     scale = np.maximum(amax / top, least)
     if cast.relative_floor:
         scale = np.maximum(scale, scale.max(initial=0) * np.float32(cast.relative_floor))
@@ -116,13 +115,6 @@ def assert_rounds_to(q: QTensor, value: torch.Tensor, near: torch.Tensor, cast: 
     assert ((low <= wide) & (wide <= high)).all()
     plain = near < 1e-4 * np.abs(value)  # where little cancels
     assert ((low != high) & plain).sum() <= 5 + plain.sum() / 100  # else this would prove little
-
-
-def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
-    """Random factors that are not powers of two, so that the order of the products shows in their last bits."""
-    torch.manual_seed(7)
-    both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "mantissa_of": torch.rand(shape[0], 1) * 3 + 0.1}
-    return {name: factor for name, factor in both.items() if which in (name, "both")}
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -29,9 +29,8 @@ def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> 
     blocks = oracle_scale(x, cast) if scale is None else scale
     each = expanded(blocks, cast, x.shape).astype(np.float64)
     largest = float(ml_dtypes.finfo(EVERY_KIND[cast.format]).max)
-    numbers = (
-        np.clip(x * (1 / each.astype(np.float32)), -largest, largest).astype(EVERY_KIND[cast.format]).astype(np.float64)
-    )
+    clipped = np.clip(x * (1 / each.astype(np.float32)), -largest, largest)
+    numbers = clipped.astype(EVERY_KIND[cast.format]).astype(np.float64)
     return found | {
         "scale": blocks.max(), "smallest_scale": blocks[blocks > 2.0**-126].min(),
         "saturated": (np.abs(wide) > each * largest * (1 + 1e-6)).mean(),
