@@ -79,6 +79,14 @@ def default_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """This process is the only one of a group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """The models of `tiny_models`, their calibrations and packings, made when they are asked for. Not to be changed."""

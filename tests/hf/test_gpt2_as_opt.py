@@ -61,9 +61,8 @@ def test_what_is_read_is_the_same_function(folders, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(config_as_opt(json.loads(where.read_text()), where)))
     reader = Conv1DReader(folders[name])
     tensors = {key: reader.get(key) for key in reader.specs}
-    assert {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == {
-        key: (spec.dtype, spec.shape) for key, spec in reader.specs.items()
-    }
+    stated = {key: (spec.dtype, spec.shape) for key, spec in reader.specs.items()}
+    assert {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == stated
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     opt, original = open_theirs(tmp_path, torch.float32), open_theirs(folders[name], torch.float32)
     assert distance(outputs(opt), outputs(original)) < 1e-6

@@ -13,17 +13,8 @@ from tiny_models import make_model, open_theirs
 from verify_examples import change_settings, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.hf.meta_model import (
-    IMAGES,
-    SOUNDS,
-    TOKENS,
-    arguments_of,
-    has_decoder,
-    image_shape,
-    main_input,
-    random_inputs,
-    read_meta_model,
-)
+from octavo.hf import meta_model
+from octavo.hf.meta_model import IMAGES, SOUNDS, TOKENS, arguments_of, has_decoder, image_shape, random_inputs
 from octavo.hf.source import open_source
 from octavo.inference.opening import open_model
 from octavo.packing import convert_layout, pack, unpack
@@ -145,7 +136,7 @@ def test_no_more_layers_than_tensors(made, tmp_path, name, key, change):
     (model / "config.json").write_text(json.dumps(config | change))
     message = rf"config.json: {key} must be at most the number of tensors, \d+; got 1,000,000,000"
     for act in (
-        lambda: read_meta_model(config | change, model),
+        lambda: meta_model.read_meta_model(config | change, model),
         lambda: open_model(model),
         lambda: pack(model, tmp_path / "o"),
         lambda: describe_language_model(Config(model=str(model)), tmp_path / "new"),
@@ -195,7 +186,7 @@ def on_meta(name: str, **settings: Any) -> Any:
 )
 def test_what_a_model_takes(name, expected, decodes):
     model = on_meta(name)
-    assert (main_input(model), has_decoder(model)) == (expected, decodes)
+    assert (meta_model.main_input(model), has_decoder(model)) == (expected, decodes)
 
 
 def test_the_shape_of_an_image_is_the_configurations():

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from generation_examples import answers, batch, pair, sessions
+from generation_examples import SAMPLED, answers, batch, pair, sessions
 from kv_cache_examples import model_of
 from transformers import AutoTokenizer, DynamicCache, StoppingCriteriaList
 
 from octavo.inference.transformers_cache import CACHE
 from octavo.inference.transformers_generate import Accelerated, accelerate_generate
 from octavo.models.tokenizer import ByteTokenizer
-
-SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
 
 
 @pytest.mark.parametrize("settings", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])

@@ -298,9 +298,8 @@ def test_each_prompt_of_a_batch_has_the_tokens_of_transformers(name, count):
     found = list(Engine(model, context=128, own_cache=True).generate(PROMPTS, count, GREEDY))
     for row, prompt in zip(zip(*found, strict=True), PROMPTS, strict=True):
         ids = torch.tensor([prompt])
-        required = model.generate(
-            ids, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids), eos_token_id=None
-        )
+        settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+        required = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         assert list(row) == required[0, len(prompt) :].tolist()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_oracle import attention64, given
 from bits import on_gpu
-from generation_examples import answers, batch, pair, step_graph
+from generation_examples import SAMPLED, answers, batch, pair, step_graph
 from gpus import no_waits
 from kv_cache_examples import DTYPES, greedy, model_of, prompts
 from metrics import sqnr
@@ -22,9 +22,6 @@ from octavo.inference.transformers_cache import CACHE, QuantizedKVCache
 from octavo.models import LlamaConfig, build
 
 pytestmark = pytest.mark.gpu
-
-
-SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
 
 
 def pair_on_gpu(name: str, **settings: Any) -> tuple[Any, Any]:

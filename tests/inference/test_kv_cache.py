@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_oracle import attention64
-from kv_cache_examples import model_of
+from kv_cache_examples import LARGEST, model_of
 from metrics import sqnr
 
 from octavo.inference import kv_cache
@@ -14,8 +14,6 @@ from octavo.inference.engine import Engine
 from octavo.inference.kv_cache import LayerKVCache, fp8_prompt_attention, is_faster_in_fp8, prompt_attention
 from octavo.inference.session import pad_prompts
 from octavo.numerics.scaling import SMALLEST_SCALE
-
-LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 
 def tokens(new: int, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from metrics import distance, sqnr
 from model_examples import GPT, GQA, lively
-from operation_counts import operations
+from operation_counts import operations, saved_tensors
 from packed_layers import INPUTS, TOKENS, gradients, packed_layer, worst_row
 from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, logits, tokens
 from safetensors.torch import load_file
@@ -119,9 +119,7 @@ def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(s
 
 def test_the_weight_is_frozen_and_nothing_of_the_input_is_saved():
     layer = packed_layer("channel")
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        layer(torch.randn(TOKENS, INPUTS, requires_grad=True))
+    saved = saved_tensors(lambda: layer(torch.randn(TOKENS, INPUTS, requires_grad=True)))
     assert {t.data_ptr() for t in saved} == {layer.weight.data_ptr(), layer.weight_scale.data_ptr()}
     assert "frozen" in repr(layer)
     assert list(layer.parameters()) == []
@@ -277,9 +275,8 @@ def test_another_models_state_is_taken_in_place(made):
     with pytest.raises(RuntimeError, match=rf"Missing key.*{NAME}\.weight"):
         model.load_state_dict(state)
     state[f"{NAME}.weight"] = torch.zeros(256, 128)
-    with pytest.raises(
-        RuntimeError, match=r"up_proj\.weight must be torch\.float8_e4m3fn \[256, 128\], got torch.float32"
-    ):
+    message = r"up_proj\.weight must be torch\.float8_e4m3fn \[256, 128\], got torch.float32"
+    with pytest.raises(RuntimeError, match=message):
         model.load_state_dict(state)
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from linear_examples import converted_model
 from ranks import run_ranks
 from torch import Tensor, nn
-
-import octavo
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is in the environment of make test-integrations")
 STEPS, ROWS, STAGES = 3, 4, (2, 3)
@@ -17,9 +16,7 @@ STEPS, ROWS, STAGES = 3, 4, (2, 3)
 
 def make() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    octavo.convert(model, "rowwise")
-    return model
+    return converted_model(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), "rowwise")
 
 
 def batches() -> list[Tensor]:

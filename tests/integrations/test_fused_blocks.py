@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from linear_examples import converted_model
+from operation_counts import saved_tensors
 from torch import Tensor, nn
 
 import octavo
@@ -47,8 +49,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def unfused(model: nn.Module) -> nn.Module:
     """A converted copy whose layers run one by one: a hook on a module keeps it from being fused."""
-    model = copy.deepcopy(model)
-    octavo.convert(model, "rowwise")
+    model = converted_model(copy.deepcopy(model), "rowwise")
     for name, module in model.named_modules():
         if name.endswith(("mlp", "ff", "norm1", "norm2")):
             module.register_forward_hook(lambda *_: None)
@@ -92,14 +93,10 @@ def test_a_mask_reaches_the_attention() -> None:
 
 def saved(model: nn.Module) -> int:
     """The bytes that a forward pass keeps for the backward pass, other than weights."""
-    kept: dict[int, int] = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t
-    ):
-        x, *text = inputs(model)
-        run(model, x.requires_grad_(), *text)
+    x, *text = inputs(model)
+    kept = [t.untyped_storage() for t in saved_tensors(lambda: run(model, x.requires_grad_(), *text))]
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return sum(size for pointer, size in kept.items() if pointer not in weights)
+    return sum({s.data_ptr(): s.nbytes() for s in kept if s.data_ptr() not in weights}.values())
 
 
 # Of timm: x, z, q, k, v, the attention's output and u. Of diffusers: the three x, q, k and v of the self-attention, q
@@ -109,8 +106,7 @@ def saved(model: nn.Module) -> int:
     [(vision, 1 + 1 + 3 + 1 + 4 + 0.5, 2000, 15), (diffusion, 3 + 3 + 1 + 2 + 8 + 1, 4000, 25)],
 )
 def test_less_is_saved_for_the_backward_pass(make: Make, most: float, spare: int, plain: int) -> None:
-    fused, row = make(), 2 * 6 * WIDTH * 4  # of float32
-    octavo.convert(fused)
+    fused, row = converted_model(make()), 2 * 6 * WIDTH * 4  # of float32
     assert saved(fused) < most * row + spare
     assert saved(make()) > plain * row
 
@@ -142,16 +138,14 @@ def test_restore_gives_the_class_back(make: Make, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("make", [vision, diffusion])
 def test_a_fused_block_compiles(make: Make) -> None:
-    model = make()
-    octavo.convert(model)
+    model = converted_model(make())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, *inputs(model)), run(model, *inputs(model)), rtol=1e-4, atol=1e-4)
 
 
 def test_attention_without_a_norm_is_converted() -> None:
     """BEiT's has the class name of the vision transformer's, and no module `norm`."""
-    model = nn.Sequential(pytest.importorskip("timm.models.beit").Block(WIDTH, HEADS, qkv_bias=True))
-    octavo.convert(model)
+    model = converted_model(nn.Sequential(pytest.importorskip("timm.models.beit").Block(WIDTH, HEADS, qkv_bias=True)))
     x = inputs(model)[0].requires_grad_()
     leaves = [x, *model.parameters()]
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(model(x).square().sum(), leaves))

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from adapter_oracle import check_layers
+from linear_examples import converted_model
 from metrics import sqnr
 from operation_counts import operations
 from other_writers import WRITERS
@@ -88,8 +89,7 @@ def test_a_variant_that_reads_the_weight_is_refused_on_a_packed_model(made: Fold
 # By PEFT alone each layer has a GEMM of y. Those after the first adapter have one of dx: not the first q, k, v.
 @pytest.mark.parametrize(("prepare", "gemms"), [(support, FUSED), (lambda config: config, LAYERS + LAYERS - 3)])
 def test_adapters_train_around_a_converted_model(made: Folders, prepare: Any, gemms: int) -> None:
-    base = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
-    octavo.convert(base)
+    base = converted_model(AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32))
     model = peft.get_peft_model(base, prepare(settings()))
     with octavo.scales.cast_once(model):
         check_training(model, gemms)
@@ -104,8 +104,7 @@ def test_adapters_train_around_a_converted_model(made: Folders, prepare: Any, ge
 
 def test_a_model_with_adapters_is_converted_without_them(made: Folders) -> None:
     base = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
-    model = peft.get_peft_model(base, support(settings()))
-    octavo.convert(model, skip=["*lora_*"])
+    model = converted_model(peft.get_peft_model(base, support(settings())), skip=["*lora_*"])
     check_training(model, FUSED)
 
 

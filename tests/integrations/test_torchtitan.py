@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torchtitan_examples as titan
 from operation_counts import operations
 from ranks import run_ranks
-from torchtitan_examples import (
-    CompileConfig,
-    LoRAConverter,
-    ParallelismConfig,
-    make_trainer,
-    model_registry,
-    qwen3,
-    train,
-)
 from traffic import Traffic
 
 import octavo
@@ -44,10 +36,10 @@ def fp8(**settings: Any) -> Any:
 
 @pytest.mark.usefixtures("_leave_the_group")
 def test_the_trainer_runs_in_fp8() -> None:
-    trainer = make_trainer(converters=[fp8()])
+    trainer = titan.make_trainer(converters=[fp8()])
     (model,) = trainer.model_parts
     losses: list[float] = []
-    counts = operations(lambda: losses.extend(train(trainer, STEPS)))
+    counts = operations(lambda: losses.extend(titan.train(trainer, STEPS)))
     assert counts["octavo::scaled_mm"] == STEPS * LINEARS * 4  # y, y again for its checkpoint, dx, dw
     assert losses[-1] < losses[0] - 0.2
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -56,8 +48,8 @@ def test_the_trainer_runs_in_fp8() -> None:
 
 @pytest.mark.usefixtures("_leave_the_group")
 def test_selective_checkpointing_saves_the_gemms() -> None:
-    trainer = make_trainer(converters=[fp8(skip=["*.w2"])], activation_checkpoint=SelectiveAC.Config())
-    counts = operations(lambda: train(trainer, 1))
+    trainer = titan.make_trainer(converters=[fp8(skip=["*.w2"])], activation_checkpoint=SelectiveAC.Config())
+    counts = operations(lambda: titan.train(trainer, 1))
     assert counts["octavo::scaled_mm"] == (LINEARS - 6) * 3
 
 
@@ -65,29 +57,29 @@ def test_selective_checkpointing_saves_the_gemms() -> None:
 @pytest.mark.usefixtures("_leave_the_group")
 def test_blocks_compile_as_one_graph_each() -> None:
     torch._dynamo.utils.counters.clear()
-    trainer = make_trainer(converters=[fp8()], compile=CompileConfig(enable=True, backend="aot_eager"))
-    losses = train(trainer, STEPS)
+    trainer = titan.make_trainer(converters=[fp8()], compile=titan.CompileConfig(enable=True, backend="aot_eager"))
+    losses = titan.train(trainer, STEPS)
     assert losses[-1] < losses[0] - 0.2
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.usefixtures("_leave_the_group")
 def test_adapters_of_torchtitan_train_around_fp8_layers() -> None:
-    lora = LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wqkv", "wo"])
-    trainer = make_trainer(converters=[fp8(), lora])
+    lora = titan.LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wqkv", "wo"])
+    trainer = titan.make_trainer(converters=[fp8(), lora])
     (model,) = trainer.model_parts
     trained = {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"lora_a", "lora_b"}
     losses: list[float] = []
-    counts = operations(lambda: losses.extend(train(trainer, STEPS)))
+    counts = operations(lambda: losses.extend(titan.train(trainer, STEPS)))
     assert losses[-1] < losses[0] - 0.01
     assert counts["octavo::scaled_mm"] == STEPS * (3 * LINEARS - 1)  # no dw; no dx of the first layer
 
 
 @pytest.mark.usefixtures("_leave_the_group")
 def test_delayed_scales_are_updated_after_each_step() -> None:
-    trainer = make_trainer(converters=[fp8(recipe="delayed")])
-    train(trainer, STEPS)
+    trainer = titan.make_trainer(converters=[fp8(recipe="delayed")])
+    titan.train(trainer, STEPS)
     scales = octavo.scales.scale_state(trainer.model_parts[0])
     assert len(scales) == LINEARS * 3 * 4
     assert {int(t) for name, t in scales.items() if name.endswith(".steps")} == {STEPS}
@@ -109,10 +101,10 @@ def two_ranks(rank: int) -> list[tuple[list[float], int]]:
     for converters in ([], [fp8()]):
         stores.append(serve_store(rank))
         torch.distributed.destroy_process_group()  # torchtitan makes a group of its own
-        trainer = make_trainer(rank, 2, converters=converters)
-        losses = train(trainer, STEPS - 1)
+        trainer = titan.make_trainer(rank, 2, converters=converters)
+        losses = titan.train(trainer, STEPS - 1)
         with Traffic() as sent:
-            losses += train(trainer, 1)
+            losses += titan.train(trainer, 1)
         results.append((losses, sum(sent.of("allgather"))))
     return results
 
@@ -128,17 +120,17 @@ def test_sharded_weights_are_gathered_in_eight_bits() -> None:
 def divided(rank: int) -> None:
     """Two ranks that share layers get the losses and gradients of BF16, and send each gradient where it belongs."""
     warnings.filterwarnings("ignore", "DTensor .* may not have complete support")
-    by_tp = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
+    by_tp = titan.ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
     stores, found = [], []
     for converters in ([], [fp8()], [fp8(recipe="tensorwise")]):
         stores.append(serve_store(rank))
         torch.distributed.destroy_process_group()
-        trainer = make_trainer(rank, 2, converters=converters, parallelism=by_tp)
+        trainer = titan.make_trainer(rank, 2, converters=converters, parallelism=by_tp)
         losses: list[float] = []
-        counts = operations(lambda losses=losses, trainer=trainer: losses.extend(train(trainer, 1)))
+        counts = operations(lambda losses=losses, trainer=trainer: losses.extend(titan.train(trainer, 1)))
         assert counts["octavo::scaled_mm"] == (LINEARS * 4 if converters else 0)
         gradients = {n: p.grad.full_tensor() for n, p in trainer.model_parts[0].named_parameters()}
-        found.append((losses + train(trainer, STEPS - 1), gradients))
+        found.append((losses + titan.train(trainer, STEPS - 1), gradients))
     (expected, exact), *others = found
     for losses, gradients in others:
         assert losses == pytest.approx(expected, abs=0.05)
@@ -146,9 +138,9 @@ def divided(rank: int) -> None:
         assert max(errors.values()) < 0.2, errors
     stores.append(serve_store(rank))
     torch.distributed.destroy_process_group()
-    wrong = ParallelismConfig(spmd_backend="spmd_types", tensor_parallel_degree=2)
+    wrong = titan.ParallelismConfig(spmd_backend="spmd_types", tensor_parallel_degree=2)
     with pytest.raises(NotImplementedError, match="spmd_backend='partial_dtensor', or FSDP2 alone, got 'spmd_types'"):
-        make_trainer(rank, 2, converters=[fp8()], parallelism=wrong)
+        titan.make_trainer(rank, 2, converters=[fp8()], parallelism=wrong)
 
 
 def test_two_ranks_share_layers() -> None:
@@ -158,10 +150,10 @@ def test_two_ranks_share_layers() -> None:
 @pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # torchtitan's router asks for float32
 @pytest.mark.usefixtures("_leave_the_group")
 def test_experts_run_in_fp8() -> None:
-    mixture = qwen3.model_registry("debugmodel_moe", converters=[fp8()])
-    trainer = make_trainer(converters=[], model_spec=mixture)
+    mixture = titan.qwen3.model_registry("debugmodel_moe", converters=[fp8()])
+    trainer = titan.make_trainer(converters=[], model_spec=mixture)
     losses: list[float] = []
-    counts = operations(lambda: losses.extend(train(trainer, STEPS)))
+    counts = operations(lambda: losses.extend(titan.train(trainer, STEPS)))
     assert counts["octavo::grouped_mm"] > 0
     assert losses[-1] < losses[0] - 0.2
 
@@ -174,19 +166,19 @@ def test_layers_that_gain_nothing_stay_as_they_are(monkeypatch: pytest.MonkeyPat
         return Speedups({shape: 1.5 if shape[2] > 256 else 1.0 for shape in shapes}, "given by the test")
 
     monkeypatch.setattr("octavo.integrations.torchtitan.find_speedups", speedups)
-    spec = model_registry("debugmodel", converters=[fp8(only_if_faster=True, tokens=2**20)])
+    spec = titan.model_registry("debugmodel", converters=[fp8(only_if_faster=True, tokens=2**20)])
     names = {name.split(".", 3)[3] for name, *_ in spec.traverse(FP8Linear.Config)}
     assert names == {"attention.qkv_linear.wqkv", "feed_forward.w1", "feed_forward.w3"}
     assert asked == {(2**20, 256, 768), (2**20, 256, 256), (2**20, 768, 256)}
     monkeypatch.undo()
     with pytest.raises(ValueError, match="cpu emulates FP8, which is never faster"):
-        model_registry("debugmodel", converters=[fp8(only_if_faster=True)])
+        titan.model_registry("debugmodel", converters=[fp8(only_if_faster=True)])
 
 
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown recipe 'fp9'"):
-        model_registry("debugmodel", converters=[fp8(recipe="fp9")])
+        titan.model_registry("debugmodel", converters=[fp8(recipe="fp9")])
     with pytest.raises(ValueError, match="matches no linear layer; the model has 31, named 'lm_head', 'layers.0"):
-        model_registry("debugmodel", converters=[fp8(skip=["*.w4"])])
+        titan.model_registry("debugmodel", converters=[fp8(skip=["*.w4"])])
     with pytest.raises(ValueError, match="every linear layer of the model is skipped"):
-        model_registry("debugmodel", converters=[fp8(skip=["*"])])
+        titan.model_registry("debugmodel", converters=[fp8(skip=["*"])])

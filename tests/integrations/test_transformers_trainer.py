@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from bits import bits
+from linear_examples import converted_model
 from operation_counts import operations
 from tiny_models import IDS, Folders
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -19,9 +20,7 @@ ROWS = [{"input_ids": row, "labels": row} for row in IDS.repeat(8, 1)]
 
 
 def converted(folder: Path, recipe: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    octavo.convert(model, recipe)
-    return model
+    return converted_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), recipe)
 
 
 def make_trainer(model: Any, out: Path, **settings: Any) -> Trainer:

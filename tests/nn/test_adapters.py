@@ -4,10 +4,9 @@ import pytest
 import torch
 from adapter_oracle import wrap
 from fused_oracle import BFLOAT16_DB, FLOAT32_DB, check, exact, gelu, is_fused, linears, run, swiglu, tokens
-from operation_counts import operations
+from linear_examples import converted_model
+from operation_counts import operations, saved_tensors
 from torch import Tensor, nn
-
-import octavo
 
 BLOCKS = pytest.mark.parametrize(
     ("build", "kind", "without"),
@@ -18,9 +17,7 @@ BLOCKS = pytest.mark.parametrize(
 
 def adapted(build, kind: str, without: str = "", dtype: torch.dtype = torch.float32):
     torch.manual_seed(0)
-    block = build(kind).to(dtype)
-    octavo.convert(block)
-    return wrap(block, without)
+    return wrap(converted_model(build(kind).to(dtype)), without)
 
 
 def inputs(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
@@ -61,10 +58,10 @@ def test_there_is_no_gradient_of_a_weight_and_none_below_the_first_adapter() -> 
 
 def test_adapters_keep_their_ranks_for_the_backward_pass() -> None:
     """Of an MLP: x + residual, u in BF16, a float32 a token for each norm and scale, and the ranks of two products."""
-    block, kept = adapted(swiglu, "rms", dtype=torch.bfloat16), []
+    block = adapted(swiglu, "rms", dtype=torch.bfloat16)
     known = {p.data_ptr() for p in block.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        block(tokens(33, dtype=torch.bfloat16).requires_grad_(), tokens(33, dtype=torch.bfloat16))
+    x, residual = inputs("rms", torch.bfloat16)
+    kept = saved_tensors(lambda: block(x.requires_grad_(), residual))
     activations = {t.data_ptr(): t for t in kept if t.shape[:1] == (33,) and t.data_ptr() not in known}
     floats = 4 * (2 + 2)  # mean, rstd, and the scales of n and h
     ranks = 2 * (2 * 4 + 4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpus import poison
 from kv_cache_examples import model_of
+from linear_examples import converted_model
 from metrics import sqnr
 from operation_counts import operations
 from torch import Tensor, nn
@@ -47,8 +48,7 @@ def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("options", [{}, {"batch_first": False}, {"bias": False}], ids=["", "time first", "no bias"])
 def test_without_quantization_it_is_the_same_function(options: dict, call: dict) -> None:
     plain = attention(**options)
-    converted = copy.deepcopy(plain)
-    octavo.convert(converted, "bf16")
+    converted = converted_model(copy.deepcopy(plain), "bf16")
     x = torch.randn(2, 5, 32)
     x = x if plain.batch_first else x.transpose(0, 1)
     (y, weights), (expected, expected_weights) = converted(x, x, x, **call), plain(x, x, x, **call)
@@ -66,8 +66,7 @@ def test_cross_attention_is_the_same_function(options: dict, shared: bool) -> No
     plain = attention(**options)
     q, k = torch.randn(2, 3, 32), torch.randn(2, 5, 32)
     v = k if shared and plain.vdim == 32 else torch.randn(2, 5, plain.vdim)
-    converted = copy.deepcopy(plain)
-    octavo.convert(converted, "bf16")
+    converted = converted_model(copy.deepcopy(plain), "bf16")
     torch.testing.assert_close(converted(q, k, v)[0], plain(q, k, v)[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(converted(q[0], k[0], v[0])[1], plain(q[0], k[0], v[0])[1], rtol=1e-4, atol=1e-5)
 
@@ -124,8 +123,7 @@ def test_what_is_left_alone_is_named() -> None:
 
 
 def test_a_watch_and_delayed_scales_take_a_model_with_attention() -> None:
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    octavo.convert(layer, "delayed")
+    layer = converted_model(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), "delayed")
     x = torch.randn(2, 5, 32)
     watch = octavo.watch(layer, interval=1)
     layer(x).sum().backward()
@@ -329,8 +327,7 @@ def gradients_saved_inputs(name: str, model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_layers_after_attention_are_marked_and_compute_the_same_bits(recipe: str, name: str) -> None:
-    model = make(name)
-    octavo.convert(model, recipe)
+    model = converted_model(make(name), recipe)
     assert len(marked(model)) == 2
     assert marked(model) == after_attention(model)
     found = gradients_saved_inputs(name, model)
@@ -382,6 +379,5 @@ def test_evaluation_without_gradients_runs_in_fp8(make) -> None:
 
 
 def test_a_layer_whose_linear_layers_are_skipped_keeps_the_fast_path() -> None:
-    model = nn.ModuleDict({"encoder": encoder_layer(), "body": nn.Linear(8, 8)})
-    octavo.convert(model, skip=["encoder.*"])
+    model = converted_model(nn.ModuleDict({"encoder": encoder_layer(), "body": nn.Linear(8, 8)}), skip=["encoder.*"])
     assert type(model["encoder"]) is nn.TransformerEncoderLayer

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from linear_examples import QUANTIZED, converted
+from linear_examples import QUANTIZED, converted, converted_model
+from operation_counts import saved_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,9 +44,7 @@ class Net(nn.Module):
 
 
 def net(recipe: str = "rowwise") -> Net:
-    model = Net()
-    octavo.convert(model, recipe)
-    return model
+    return converted_model(Net(), recipe)
 
 
 def batch(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -156,8 +154,7 @@ def test_a_weight_that_scales_by_its_history_is_not_cached() -> None:
 
 @pytest.mark.parametrize("skip", ["*down_proj", "*gate_proj", "right"])
 def test_layers_that_are_not_fused_for_a_neighbour_are_cached_one_by_one(skip: str) -> None:
-    model = Net()
-    octavo.convert(model, skip=(skip,))
+    model = converted_model(Net(), skip=(skip,))
     with octavo.scales.cast_once(model):
         assert casts_of_weights(model, lambda: train(model)) == 0
         assert is_fresh(model, skip)
@@ -191,8 +188,7 @@ def test_compiled_code_sees_the_new_bytes() -> None:
 def test_a_weight_that_is_computed_from_others_is_not_cached(compute) -> None:
     """A step changes other parameters, and compiled code would read the bytes from before it."""
     torch.compiler.reset()
-    model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 64))
-    octavo.convert(model)
+    model = converted_model(nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 64)))
     compute(model[0], name="weight")
     compiled = torch.compile(model, backend="aot_eager")
     with octavo.scales.cast_once(model):
@@ -333,8 +329,7 @@ def test_every_weight_alone_is_noticed() -> None:
 def test_weights_converted_to_another_dtype_and_back() -> None:
     """The weights are rounded to BF16 in between, and may have the same address as before."""
     for n in range(16, 400, 5):
-        model = nn.Sequential(nn.Linear(64, n, bias=False))
-        octavo.convert(model)
+        model = converted_model(nn.Sequential(nn.Linear(64, n, bias=False)))
         x = torch.randn(3, 64)
         with octavo.scales.cast_once(model):
             model(x)
@@ -343,8 +338,7 @@ def test_weights_converted_to_another_dtype_and_back() -> None:
 
 
 def test_a_weight_given_for_one_call() -> None:
-    model = nn.Sequential(nn.Linear(64, 48, bias=False))
-    octavo.convert(model)
+    model = converted_model(nn.Sequential(nn.Linear(64, 48, bias=False)))
     x, w = torch.randn(3, 64), torch.randn(48, 64)
     expected = [torch.func.functional_call(model, {"0.weight": w * 2**-i}, x) for i in range(5)]
     own = model(x)
@@ -383,13 +377,6 @@ def test_an_optimizer_of_another_model_may_step_between_forward_and_backward() -
         assert torch.equal(p.grad, gradient)
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 def by_hand(model: Net) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -422,8 +409,7 @@ def test_sharded_parameters_are_not_stale(step: Callable[[Net], None], evaluated
 
 
 def test_a_model_is_pickled_inside_the_block_without_its_cache():
-    model = nn.Sequential(nn.Linear(64, 64))
-    octavo.convert(model)
+    model = converted_model(nn.Sequential(nn.Linear(64, 64)))
     x = torch.randn(4, 64)
     with octavo.scales.cast_once(model):
         expected = model(x)
@@ -450,9 +436,7 @@ def step(linear: octavo.Linear) -> tuple[Tensor, Tensor]:
 
 def saved_of_weight(linear: octavo.Linear, x: Tensor) -> int:
     """Bytes of the saved tensors that are as large as the weight, without the weight itself."""
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        linear(x)
+    saved = saved_tensors(lambda: linear(x))
     return sum(t.nbytes for t in saved if t.numel() == N * K and t.data_ptr() != linear.weight.data_ptr())
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from linear_examples import converted_model
 from tiny_models import built
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -43,8 +44,7 @@ def test_linears_change_class_and_nothing_else(recipe: str) -> None:
 
 def test_on_the_meta_device() -> None:
     with torch.device("meta"):
-        model = build(LLAMA)
-        octavo.convert(model, "delayed")
+        model = converted_model(build(LLAMA), "delayed")
         assert model(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 64)
     model.to_empty(device="cpu")
     assert all(not t.any() for t in octavo.scales.scale_state(model).values())
@@ -56,9 +56,8 @@ def test_the_device_decides_the_backends(monkeypatch: pytest.MonkeyPatch) -> Non
         with torch.device(weights):
             model = build(LLAMA)
         report = octavo.convert(model, device=device)
-        assert {backend.reason for backend in report.backends.values()} == {
-            f"{expected} has no FP8 GEMM: exact in float32, slower than BF16"
-        }
+        reason = f"{expected} has no FP8 GEMM: exact in float32, slower than BF16"
+        assert {backend.reason for backend in report.backends.values()} == {reason}
 
 
 def quantized() -> nn.Module:
@@ -242,8 +241,7 @@ def test_a_restored_model_is_the_one_that_was_never_converted(name: str, recipe:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_converted_model_can_be_saved_whole(name: str) -> None:
-    model = MODELS[name]().eval()
-    octavo.convert(model)
+    model = converted_model(MODELS[name]().eval())
     file = io.BytesIO()
     torch.save(model, file)
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
@@ -371,8 +369,7 @@ def test_a_weight_that_is_computed_from_parameters_is_skipped() -> None:
 
 
 def test_a_layer_that_was_parametrized_after_a_conversion_still_runs_its_recipe() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    octavo.convert(model)
+    model = converted_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     parametrizations.weight_norm(model[0])
     assert skipped(model) == {"0": "it was parametrized after an earlier conversion: it still runs rowwise"}
     with pytest.raises(ValueError, match=r"^0 was converted and then parametrized.*remove_parametrizations"):

@@ -80,9 +80,8 @@ def test_embeddings_norms_and_vectors_are_totals() -> None:
     coverage = octavo.convert(model).coverage
     assert coverage.left == ()
     assert coverage.embeddings == pytest.approx(share(model.embed.weight, model.pos_embed, of=model))
-    assert coverage.other == pytest.approx(
-        share(model.norm.weight, model.norm.bias, model.body.bias, model.cls_token, of=model)
-    )
+    others = model.norm.weight, model.norm.bias, model.body.bias, model.cls_token
+    assert coverage.other == pytest.approx(share(*others, of=model))
 
 
 def test_a_shared_parameter_counts_once_and_as_the_work_it_does() -> None:
@@ -163,9 +162,8 @@ def test_convert_on_an_ampere_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(
-        ValueError, match=r"cannot run the recipe rowwise \(y, dx, dw: Ampere .* has no FP8 GEMM\).*emulate=True"
-    ):
+    message = r"cannot run the recipe rowwise \(y, dx, dw: Ampere .* has no FP8 GEMM\).*emulate=True"
+    with pytest.raises(ValueError, match=message):
         octavo.convert(model, "rowwise", device="cuda")
     with pytest.raises(ValueError, match=r"Ampere .* has no FP8 GEMM: FP8 needs an Ada.*train in BF16 here"):
         octavo.convert(model, "auto", device="cuda")
@@ -330,9 +328,8 @@ def products(recipe: octavo.Recipe) -> dict[str, torch.Tensor]:
     for _ in range(2):
         found = run(linear, x, dy)
         octavo.scales.update_scales(linear)
-    return dict(zip(PRODUCTS, found, strict=True)) | {
-        "exact": [x @ linear.weight.t(), *exact_gradients(x, linear.weight, dy)[1:]]
-    }
+    exact = [x @ linear.weight.t(), *exact_gradients(x, linear.weight, dy)[1:]]
+    return dict(zip(PRODUCTS, found, strict=True)) | {"exact": exact}
 
 
 @pytest.mark.parametrize("name", RECIPES_PARTLY_BF16)

@@ -7,8 +7,9 @@ import copy
 import fused_oracle as oracle
 import pytest
 import torch
+from linear_examples import converted_model
 from metrics import sqnr
-from operation_counts import operations
+from operation_counts import operations, saved_tensors
 from torch import Tensor, nn
 
 import octavo
@@ -45,9 +46,8 @@ def test_outputs_and_gradients_are_the_formulas_of_their_bytes(
     t, k, f = size
     if autocast:  # so that each norm is tested with and without bias and residual
         bias, with_residual = not bias, not with_residual
-    block = build(norm, k, f, bias).to(dtype)
+    block = converted_model(build(norm, k, f, bias).to(dtype))
     x, residual = oracle.tokens(t, k, dtype), oracle.tokens(t, k, dtype) if with_residual else None
-    octavo.convert(block)
     assert oracle.is_fused(block, x)
     actual = oracle.run(block, block, x, residual, autocast=autocast)
     oracle.check(oracle.exact(block, x, residual, torch.bfloat16 if autocast else dtype), actual, least)
@@ -61,8 +61,7 @@ def test_outputs_and_gradients_are_the_formulas_of_their_bytes(
 def test_an_mlp_without_a_norm(build, size: tuple[int, int, int], bias: bool) -> None:
     t, k, f = size
     for dtype, least in ((torch.float32, oracle.FLOAT32_DB), (torch.bfloat16, oracle.BFLOAT16_DB)):
-        block, x = build("none", k, f, bias).to(dtype), oracle.tokens(t, k, dtype)
-        octavo.convert(block)
+        block, x = converted_model(build("none", k, f, bias).to(dtype)), oracle.tokens(t, k, dtype)
         oracle.check(oracle.exact(block, x, None, dtype), oracle.run(block, block, x), least)
 
 
@@ -81,8 +80,7 @@ def test_near_the_exact_function_and_nearer_to_the_layers_it_replaces(build) -> 
 @oracle.BUILDERS
 def test_gradients_that_are_expanded_or_absent(build) -> None:
     """A sum's gradient has strides of zero; an output that nobody used has none."""
-    block, x, residual = build(), oracle.tokens(7).requires_grad_(), oracle.tokens(7)
-    octavo.convert(block)
+    block, x, residual = converted_model(build()), oracle.tokens(7).requires_grad_(), oracle.tokens(7)
     (summed,) = torch.autograd.grad(block(x, residual)[0].sum(), x)
     y, *_ = block(x, residual)
     assert torch.equal(torch.autograd.grad(y, x, torch.ones_like(y))[0], summed)
@@ -96,8 +94,7 @@ def test_gradients_that_are_expanded_or_absent(build) -> None:
 @oracle.BUILDERS
 def test_gradients_of_x_and_of_the_residual_add_up_apart(build, shape: tuple[int, ...]) -> None:
     """They are equal, but must not be one tensor: leaves add later gradients in place."""
-    block, (x, residual) = build(), (oracle.tokens(6).view(shape).requires_grad_() for _ in range(2))
-    octavo.convert(block)
+    block, (x, residual) = converted_model(build()), (oracle.tokens(6).view(shape).requires_grad_() for _ in range(2))
     for _ in range(3):
         block(x, residual)[0].square().sum().backward()
     (once,) = torch.autograd.grad(block(x, residual)[0].square().sum(), x)
@@ -109,8 +106,7 @@ def test_gradients_of_x_and_of_the_residual_add_up_apart(build, shape: tuple[int
     ("build", "bad"), [(oracle.linears, torch.inf), (oracle.swiglu, torch.nan), (oracle.gelu, torch.inf)]
 )
 def test_a_non_finite_value_never_turns_into_a_number(build, bad: float) -> None:
-    block, x = build(), oracle.tokens(33)
-    octavo.convert(block)
+    block, x = converted_model(build()), oracle.tokens(33)
     x[2, 3] = bad
     y = oracle.run(block, block, x)["output 0"]
     assert not y[2].isfinite().any()
@@ -140,8 +136,7 @@ def test_layers_with_and_without_a_bias_side_by_side() -> None:
 
 def test_a_low_precision_delta_leaves_the_stream_as_precise_as_it_was() -> None:
     """As plain PyTorch adds, whichever of the two is the wider, and whichever is called residual."""
-    block, wide, narrow = oracle.swiglu(), oracle.tokens(7), oracle.tokens(7, dtype=torch.bfloat16)
-    octavo.convert(block)
+    block, wide, narrow = converted_model(oracle.swiglu()), oracle.tokens(7), oracle.tokens(7, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         for pair in ((wide, narrow), (narrow, wide)):
             total = block(*pair)[1]
@@ -154,8 +149,7 @@ def test_a_low_precision_delta_leaves_the_stream_as_precise_as_it_was() -> None:
 
 @oracle.BUILDERS
 def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
-    block, x = build(), oracle.tokens(33)
-    octavo.convert(block)
+    block, x = converted_model(build()), oracle.tokens(33)
     expected = oracle.run(block, block, x)
     for frozen in ["x", *dict(block.named_parameters())]:
         block.requires_grad_(True).zero_grad()
@@ -173,11 +167,8 @@ def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
 
 def test_saved_for_backward_are_the_stream_and_the_output_of_the_inner_layers() -> None:
     """And the parameters, and scales: no bytes of n, h or w."""
-    block, x, residual = oracle.swiglu(), oracle.tokens(33), oracle.tokens(33)
-    octavo.convert(block)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        block(x, residual)
+    block, x, residual = converted_model(oracle.swiglu()), oracle.tokens(33), oracle.tokens(33)
+    saved = saved_tensors(lambda: block(x, residual))
     parameters = {p.data_ptr() for p in block.parameters()}
     large = [t for t in saved if t.data_ptr() not in parameters and t.shape[-1] != 1]
     assert sorted((tuple(t.shape), t.element_size()) for t in large) == [((33, 64), 4), ((33, 192), 4)]
@@ -195,8 +186,7 @@ def test_a_layer_that_is_replaced_in_its_model_is_replaced_here(build) -> None:
 
 @oracle.BUILDERS
 def test_hooks_of_the_layers_are_called(build) -> None:
-    block = build()
-    octavo.convert(block)
+    block = converted_model(build())
     layers = {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
     called: list[str] = []
     for name, layer in layers.items():
@@ -231,8 +221,7 @@ def check_unfused(block: oracle.Block) -> None:
 @pytest.mark.parametrize("recipe", [name for name in octavo.recipe.PRESETS if name != "rowwise"])
 @pytest.mark.parametrize("build", [oracle.linears, oracle.swiglu])
 def test_a_recipe_that_is_not_fusable_runs_layer_by_layer(build, recipe: str) -> None:
-    block = build()
-    octavo.convert(block, recipe)
+    block = converted_model(build(), recipe)
     check_unfused(block)
 
 
@@ -258,8 +247,7 @@ def test_layers_that_are_not_all_alike_run_one_by_one(odd: str, other: str) -> N
 
 
 def test_gradients_in_e5m2_are_fused_too() -> None:
-    block, x, residual = oracle.swiglu(), oracle.tokens(130), oracle.tokens(130)
-    octavo.convert(block, rowwise("e5m2"))
+    block, x, residual = converted_model(oracle.swiglu(), rowwise("e5m2")), oracle.tokens(130), oracle.tokens(130)
     assert oracle.is_fused(block, x)
     expected = oracle.run(block, block.separate, x, residual)
     oracle.check(expected, oracle.run(block, block, x, residual), 40)  # dB, of two ways through the same bytes

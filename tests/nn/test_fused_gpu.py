@@ -7,38 +7,18 @@ byte may differ from the oracle's where the tensor core's sum moved a number of 
 import gc
 from collections.abc import Iterator
 
+import fused_oracle as oracle
 import pytest
 import torch
 from adapter_oracle import wrap
-from fused_oracle import (
-    BUILDERS,
-    NEAR_UNQUANTIZED_DB,
-    QUANTIZED_DB,
-    Block,
-    Tensors,
-    check,
-    exact,
-    exact_unquantized,
-    geglu,
-    gelu,
-    linears,
-    output_gradients,
-    run,
-    swiglu,
-    tokens,
-)
-from gpus import ONLY_HOPPER
+from gpus import NO_CONTEXT, ONLY_HOPPER
+from linear_examples import converted_model
 from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo
 
-pytestmark = [
-    pytest.mark.gpu,
-    ONLY_HOPPER,
-    # the thread that runs backward passes has no context before its first GEMM
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
-]
+pytestmark = [pytest.mark.gpu, ONLY_HOPPER, NO_CONTEXT]
 
 T, K, F = 1000, 528, 1104
 LEAST = 45.0  # dB, between two runs on the same bytes
@@ -47,70 +27,68 @@ FEW_TOKENS_DB = 20  # of a few tokens against the unquantized block
 GRAPH_LEAST = 30  # dB, of a replayed graph; 15 with the weights of one step before
 
 
-def on_gpu(build, kind: str = "rms", bias: bool = False) -> Block:
+def on_gpu(build, kind: str = "rms", bias: bool = False) -> oracle.Block:
     """Converted, in BF16."""
-    block = build(kind, K, F, bias).to("cuda", torch.bfloat16)
-    octavo.convert(block)
-    return block
+    return converted_model(build(kind, K, F, bias).to("cuda", torch.bfloat16))
 
 
 def inputs(t: int = T) -> tuple[Tensor, Tensor]:
     """x and residual."""
-    return tokens(t, K, torch.bfloat16, "cuda"), tokens(t, K, torch.bfloat16, "cuda")
+    return oracle.tokens(t, K, torch.bfloat16, "cuda"), oracle.tokens(t, K, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize(
     ("build", "kind", "bias"),
-    [(linears, "rms", True), (linears, "layer", False), (swiglu, "rms", False), (swiglu, "none", True),
-     (swiglu, "llama", True), (gelu, "layer", True), (gelu, "none", False), (gelu, "layer without bias", False),
-     (geglu, "layer", True)],
+    [(oracle.linears, "rms", True), (oracle.linears, "layer", False), (oracle.swiglu, "rms", False),
+     (oracle.swiglu, "none", True), (oracle.swiglu, "llama", True), (oracle.gelu, "layer", True),
+     (oracle.gelu, "none", False), (oracle.gelu, "layer without bias", False), (oracle.geglu, "layer", True)],
 )  # fmt: skip
 def test_outputs_and_gradients_are_the_formulas_of_their_bytes(build, kind: str, bias: bool) -> None:
     block = build(kind, K, F, bias).to(torch.bfloat16)
     x, residual = inputs()
     x, residual = x.cpu(), None if kind == "none" else residual.cpu()
     octavo.convert(block)
-    expected = exact(block, x, residual, torch.bfloat16)
+    expected = oracle.exact(block, x, residual, torch.bfloat16)
     block.cuda()
-    actual = run(block, block, x.cuda(), None if residual is None else residual.cuda())
+    actual = oracle.run(block, block, x.cuda(), None if residual is None else residual.cuda())
     assert {t.device.type for t in actual.values()} == {"cuda"}
-    check(expected, actual, LEAST if build is linears else MLP_LEAST)
+    oracle.check(expected, actual, LEAST if build is oracle.linears else MLP_LEAST)
 
 
 @pytest.mark.parametrize("t", [1, 33, T])
-@BUILDERS
+@oracle.BUILDERS
 def test_near_the_exact_function(build, t: int) -> None:
     block, (x, residual) = build("rms", K, F, True).to("cuda", torch.bfloat16), inputs(t)
-    expected = exact_unquantized(block, x, residual)
+    expected = oracle.exact_unquantized(block, x, residual)
     octavo.convert(block)
-    actual = run(block, block, x, residual)
-    check(expected, actual, NEAR_UNQUANTIZED_DB if t == T else FEW_TOKENS_DB)
-    assert sqnr(expected["output 0"], actual["output 0"]) < QUANTIZED_DB
+    actual = oracle.run(block, block, x, residual)
+    oracle.check(expected, actual, oracle.NEAR_UNQUANTIZED_DB if t == T else FEW_TOKENS_DB)
+    assert sqnr(expected["output 0"], actual["output 0"]) < oracle.QUANTIZED_DB
 
 
-@BUILDERS
+@oracle.BUILDERS
 def test_under_autocast(build) -> None:
     """Parameters and stream in float32, layers in BF16."""
     block = build("rms", K, F, True).cuda()
-    x, residual = (tokens(T, K, device="cuda") for _ in range(2))
-    expected = exact_unquantized(block, x, residual)
+    x, residual = (oracle.tokens(T, K, device="cuda") for _ in range(2))
+    expected = oracle.exact_unquantized(block, x, residual)
     octavo.convert(block)
-    actual = run(block, block, x, residual, autocast=True)
-    check(expected, actual, NEAR_UNQUANTIZED_DB)
+    actual = oracle.run(block, block, x, residual, autocast=True)
+    oracle.check(expected, actual, oracle.NEAR_UNQUANTIZED_DB)
     assert {t.dtype for name, t in actual.items() if name.startswith("d ")} == {torch.float32}
 
 
 def test_a_root_mean_square_norm_without_eps_has_that_of_torch() -> None:
-    block = linears("rms without eps", K, F).to("cuda", torch.bfloat16)
+    block = oracle.linears("rms without eps", K, F).to("cuda", torch.bfloat16)
     x = inputs()[0] * 0.1
     plain = block.separate(x)
     octavo.convert(block)
-    assert sqnr(plain[0], block(x)[0]) > NEAR_UNQUANTIZED_DB
+    assert sqnr(plain[0], block(x)[0]) > oracle.NEAR_UNQUANTIZED_DB
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("autocast", [False, True])
-@BUILDERS
+@oracle.BUILDERS
 def test_compiled_by_inductor_equals_eager_in_one_graph_that_is_made_once(build, autocast: bool) -> None:
     torch.compiler.reset()
     block = on_gpu(build).float() if autocast else on_gpu(build)
@@ -118,28 +96,28 @@ def test_compiled_by_inductor_equals_eager_in_one_graph_that_is_made_once(build,
     for i in range(4):
         x, residual = (t.float() for t in inputs()) if autocast else inputs()
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            actual = run(block, compiled, x, residual, autocast=autocast)
-        check(run(block, block, x, residual, autocast=autocast), actual, LEAST)
+            actual = oracle.run(block, compiled, x, residual, autocast=autocast)
+        oracle.check(oracle.run(block, block, x, residual, autocast=autocast), actual, LEAST)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_inside_cast_once_sees_the_new_bytes() -> None:
     torch.compiler.reset()
-    block, (x, residual) = on_gpu(swiglu), inputs()
+    block, (x, residual) = on_gpu(oracle.swiglu), inputs()
     compiled = torch.compile(block, fullgraph=True)
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
     with octavo.scales.cast_once(block):
         for i in range(3):
             with torch._dynamo.config.patch(error_on_recompile=i > 0):
-                actual = run(block, compiled, x, residual)
-            check(fresh_run(block, swiglu, x, residual), actual, LEAST)
+                actual = oracle.run(block, compiled, x, residual)
+            oracle.check(fresh_run(block, oracle.swiglu, x, residual), actual, LEAST)
             random_step(block, optimizer)
 
 
 # ---- CUDA graphs
 
 
-def forward_backward(block: Block, x: Tensor, residual: Tensor, douts: list[Tensor]) -> Tensors:
+def forward_backward(block: oracle.Block, x: Tensor, residual: Tensor, douts: list[Tensor]) -> oracle.Tensors:
     outputs = block(x, residual)
     names = ["x", "residual", *(name for name, _ in block.named_parameters())]
     gradients = torch.autograd.grad(outputs, [x, residual, *block.parameters()], douts)
@@ -147,7 +125,9 @@ def forward_backward(block: Block, x: Tensor, residual: Tensor, douts: list[Tens
     return named | {f"d {name}": g for name, g in zip(names, gradients, strict=True)}
 
 
-def capture(block: Block, x: Tensor, residual: Tensor, douts: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+def capture(
+    block: oracle.Block, x: Tensor, residual: Tensor, douts: list[Tensor]
+) -> tuple[torch.cuda.CUDAGraph, oracle.Tensors]:
     """A graph of forward and backward, and what its replays write."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -161,11 +141,11 @@ def capture(block: Block, x: Tensor, residual: Tensor, douts: list[Tensor]) -> t
     return graph, captured
 
 
-def fresh_run(block: Block, build, x: Tensor, residual: Tensor) -> Tensors:
+def fresh_run(block: oracle.Block, build, x: Tensor, residual: Tensor) -> oracle.Tensors:
     """`run` of a new block with this one's parameters."""
     other = on_gpu(build)
     other.load_state_dict(block.state_dict())
-    return run(other, other, x.detach(), residual.detach())
+    return oracle.run(other, other, x.detach(), residual.detach())
 
 
 def random_step(block: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -176,11 +156,11 @@ def random_step(block: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cast once"])
-@BUILDERS
+@oracle.BUILDERS
 def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(build, cached: bool) -> None:
     block = on_gpu(build)
     x, residual = (t.requires_grad_() for t in inputs())
-    douts = output_gradients(block(x, residual))
+    douts = oracle.output_gradients(block(x, residual))
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
     with octavo.scales.cast_once(block if cached else nn.Identity()):
         graph, captured = capture(block, x, residual, douts)
@@ -192,7 +172,7 @@ def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(build, cached: boo
             for t in captured.values():
                 t.detach().fill_(torch.nan)
             graph.replay()
-            check(fresh_run(block, build, x, residual), captured, GRAPH_LEAST)
+            oracle.check(fresh_run(block, build, x, residual), captured, GRAPH_LEAST)
 
 
 # ---- memory
@@ -206,7 +186,7 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
-def held(block: Block, *given: Tensor) -> int:
+def held(block: oracle.Block, *given: Tensor) -> int:
     """Bytes asked for in the forward pass that live until the backward pass; the outputs are among them."""
     with torch.autograd.set_multithreading_enabled(False):  # another thread may still hold what the pass needed
         for _ in range(2):
@@ -226,18 +206,18 @@ SMALL = 4096  # bytes that do not grow with the tokens
 
 
 @pytest.mark.usefixtures("no_garbage")
-@pytest.mark.parametrize("build", [swiglu, gelu, geglu])
+@pytest.mark.parametrize("build", [oracle.swiglu, oracle.gelu, oracle.geglu])
 def test_an_mlp_keeps_the_stream_and_u(build) -> None:
     """Beside y: x + residual, u, and four float32 a token (mean, 1/rms, two scales); a float32 a row of the weights."""
     block, (x, residual) = on_gpu(build), inputs()
-    columns = F if build is gelu else 2 * F
+    columns = F if build is oracle.gelu else 2 * F
     bound = T * (2 * K + 2 * K + 2 * columns + 4 * 4) + 4 * (columns + K) + SMALL
     assert bound - T * K < held(block, x.requires_grad_(), residual.requires_grad_()) <= bound
 
 
 @pytest.mark.usefixtures("no_garbage")
 def test_a_norm_and_its_layers_keep_the_stream() -> None:
-    block, (x, residual) = on_gpu(linears), inputs()
+    block, (x, residual) = on_gpu(oracle.linears), inputs()
     columns = F + 17 + 1
     bound = T * (2 * columns + 2 * K + 3 * 4) + 4 * columns + SMALL
     assert bound - T * K < held(block, x.requires_grad_(), residual.requires_grad_()) <= bound
@@ -245,7 +225,7 @@ def test_a_norm_and_its_layers_keep_the_stream() -> None:
 
 @pytest.mark.usefixtures("no_garbage")
 def test_without_a_residual_the_stream_is_kept_but_not_again() -> None:
-    block, (x, _) = on_gpu(swiglu), inputs()
+    block, (x, _) = on_gpu(oracle.swiglu), inputs()
     bound = T * (2 * K + 2 * 2 * F + 4 * 4) + 4 * (2 * F + K) + SMALL
     assert held(block, x.requires_grad_()) <= bound
 
@@ -253,24 +233,23 @@ def test_without_a_residual_the_stream_is_kept_but_not_again() -> None:
 # ---- Adapters around frozen layers: their numbers, compiled, and in place
 
 
-BLOCKS = pytest.mark.parametrize(("build", "least"), [(linears, 30), (swiglu, 27)])  # dB
+BLOCKS = pytest.mark.parametrize(("build", "least"), [(oracle.linears, 30), (oracle.swiglu, 27)])  # dB
 
 
 def adapted(build) -> tuple[nn.Module, Tensor, Tensor]:
     """A block on the CPU, x and residual."""
     torch.manual_seed(0)
-    block = build("rms", K, F, False).to(torch.bfloat16)
-    octavo.convert(block)
-    return wrap(block), tokens(T, K, torch.bfloat16), tokens(T, K, torch.bfloat16)
+    block = wrap(converted_model(build("rms", K, F, False).to(torch.bfloat16)))
+    return block, oracle.tokens(T, K, torch.bfloat16), oracle.tokens(T, K, torch.bfloat16)
 
 
 @BLOCKS
 def test_adapters_are_the_formulas_of_their_bytes(build, least: float) -> None:
     block, x, residual = adapted(build)
-    expected = exact(block, x, residual, torch.bfloat16)
+    expected = oracle.exact(block, x, residual, torch.bfloat16)
     block.cuda()
-    actual = run(block, block, x.cuda(), residual.cuda())
-    check(expected, {name: t.cpu() for name, t in actual.items()}, least)
+    actual = oracle.run(block, block, x.cuda(), residual.cuda())
+    oracle.check(expected, {name: t.cpu() for name, t in actual.items()}, least)
 
 
 @BLOCKS
@@ -278,9 +257,9 @@ def test_compiled_adapters_are_near_eager_and_add_in_place(build, least: float) 
     torch.compiler.reset()
     block, x, residual = adapted(build)
     block, x, residual = block.cuda(), x.cuda(), residual.cuda()
-    eager = run(block, block, x, residual)
+    eager = oracle.run(block, block, x, residual)
     block.compile(fullgraph=True)
-    check(eager, run(block, block, x, residual), least)
+    oracle.check(eager, oracle.run(block, block, x, residual), least)
     y = torch.ones(64, 48, device="cuda", dtype=torch.bfloat16)
     u, b = torch.ones(64, 16, device="cuda", dtype=torch.bfloat16), torch.ones(48, 16, device="cuda").bfloat16()
     torch.compile(octavo.ops.add_product, fullgraph=True)(y, u, b)

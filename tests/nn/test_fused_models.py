@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from linear_examples import converted_model
 from ranks import run_ranks
 from support.live_memory import LiveMemory
 from torch import nn
@@ -165,8 +166,7 @@ def test_no_tensor_has_the_size_of_the_logits():
 
 
 def test_fp8_layers_and_a_head_in_fp8():
-    model = make("llama")
-    octavo.convert(model)
+    model = converted_model(make("llama"))
     exact, _ = gradients(model)
     report = octavo.convert(model, fuse_loss=True, head="rowwise")
     assert report.fused["lm_head"] == "head + loss, rowwise"
@@ -201,8 +201,7 @@ def test_the_model_is_copied_pickled_restored_and_called_as_before():
 
 
 def test_a_later_conversion_without_it_undoes_it():
-    model = make("llama")
-    octavo.convert(model, fuse_loss=True)
+    model = converted_model(make("llama"), fuse_loss=True)
     octavo.convert(model)
     assert gradients(model)[1].logits is not None
 
@@ -220,15 +219,13 @@ def test_a_forward_that_others_keep_is_that_of_the_class_after_a_restore():
 
 
 def test_a_loss_of_the_user_gets_the_logits():
-    model = make("llama")
-    octavo.convert(model, "bf16", fuse_loss=True)
+    model = converted_model(make("llama"), "bf16", fuse_loss=True)
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
     assert torch.equal(model(**batch()).loss, model(**batch()).logits.square().mean())
 
 
 def test_a_head_that_was_replaced_is_an_error():
-    model = make("llama")
-    octavo.convert(model, "bf16", fuse_loss=True)
+    model = converted_model(make("llama"), "bf16", fuse_loss=True)
     model.lm_head = nn.Linear(SIZES["hidden_size"], VOCABULARY)
     with pytest.raises(RuntimeError, match="lm_head was replaced by a Linear after octavo.convert"):
         model(**batch())
@@ -236,8 +233,7 @@ def test_a_head_that_was_replaced_is_an_error():
 
 def test_a_call_during_a_call_is_an_error():
     """As by two threads, which would mix up their labels."""
-    model = make("llama")
-    octavo.convert(model, "bf16", fuse_loss=True)
+    model = converted_model(make("llama"), "bf16", fuse_loss=True)
     with ThreadPoolExecutor() as pool:
         hook = model.get_decoder().register_forward_hook(lambda *_: pool.submit(model, **batch()).result() and None)
         with pytest.raises(RuntimeError, match="allows one thread at a time"):
@@ -282,8 +278,7 @@ def test_it_compiles_as_a_whole_and_layer_by_layer(name):
 def sharded_gradients(rank):
     found = []
     for own_unit in (False, True):
-        model = make("granite")
-        octavo.convert(model, "bf16", fuse_loss=True)
+        model = converted_model(make("granite"), "bf16", fuse_loss=True)
         for layer in model.model.layers:
             fully_shard(layer)
         if own_unit:
@@ -308,8 +303,7 @@ def test_trainer_divides_by_the_labels_of_all_micro_batches(tmp_path):
     rows = [{"input_ids": i, "labels": each} for i, each in zip(ids, labels, strict=True)]
     losses = []
     for fuse_loss in (False, True):
-        model = make("llama")
-        octavo.convert(model, "bf16", fuse_loss=fuse_loss)
+        model = converted_model(make("llama"), "bf16", fuse_loss=fuse_loss)
         args = transformers.TrainingArguments(
             tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=3, logging_steps=1,
             report_to=[], use_cpu=True, learning_rate=1e-2, save_strategy="no", disable_tqdm=True,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_examples import K, N, SelfAttention, T, converted, run
+from linear_examples import K, N, SelfAttention, T, converted, converted_model, run
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -50,8 +50,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 @pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS)
 def test_every_kind_of_layer_computes_in_high_precision_inside(make: Any, inputs: Any) -> None:
     plain, x = make(), inputs()
-    model = copy.deepcopy(plain)
-    octavo.convert(model, "rowwise")
+    model = converted_model(copy.deepcopy(plain), "rowwise")
     octavo.convert(plain, "bf16")
     before, expected = results(model, x), results(plain, x)
     assert not same(before, expected)
@@ -71,8 +70,7 @@ def test_blocks_nest_and_end_with_an_exception() -> None:
 
 
 def test_a_conversion_inside_stays_after_the_block() -> None:
-    model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))
-    octavo.convert(model)
+    model = converted_model(nn.Sequential(nn.Linear(K, N), nn.Linear(N, K)))
     with high_precision(model):
         octavo.convert(model, "blockwise", skip=["1"])
     assert (model[0].recipe.name, hasattr(model[1], "recipe")) == ("blockwise", False)
@@ -124,8 +122,7 @@ def test_attention_in_eight_bits_and_the_fused_loss_follow() -> None:
 def test_compiled_code_is_compiled_once_for_each_state() -> None:
     torch._dynamo.reset()
     graphs = CompileCounter()
-    model, x = nn.Sequential(*(SwiGLU(32, 32) for _ in range(2))), torch.randn(16, 32)
-    octavo.convert(model)
+    model, x = converted_model(nn.Sequential(*(SwiGLU(32, 32) for _ in range(2)))), torch.randn(16, 32)
     for mlp in model:
         mlp.compile(backend=graphs, fullgraph=True)
     with torch.no_grad():

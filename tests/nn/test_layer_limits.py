@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from linear_examples import converted_model as converted
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,11 +33,6 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.both(x)[0], -1)
-
-
-def converted(module: Any, recipe: str = "rowwise") -> Any:
-    octavo.convert(module, recipe)
-    return module
 
 
 def layer(recipe: str = "rowwise") -> nn.Sequential:
@@ -206,10 +202,8 @@ def test_a_layer_that_quantizes_nothing_takes_float64() -> None:
 
 
 @pytest.fixture
-def mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+def mesh(one_rank):
+    return init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
@@ -221,8 +215,7 @@ def test_tensor_parallelism_after_conversion(mesh, recipe: str, style: type) -> 
 
 
 def test_tensor_parallelism_before_conversion(mesh) -> None:
-    model = parallelize_module(nn.Sequential(nn.Linear(16, 16)), mesh, {"0": ColwiseParallel()})
-    octavo.convert(model)
+    model = converted(parallelize_module(nn.Sequential(nn.Linear(16, 16)), mesh, {"0": ColwiseParallel()}))
     with pytest.raises(NotImplementedError, match="tensor parallelism"):
         model(torch.randn(3, 16))
 
@@ -231,8 +224,7 @@ def test_units_of_fully_shard_are_converted_before(mesh) -> None:
     model = nn.Sequential(fully_shard(nn.Linear(16, 16), mesh=mesh))
     with pytest.raises(ValueError, match="convert the model before fully_shard"):
         octavo.convert(model)
-    model = nn.Sequential(nn.Linear(16, 16))
-    octavo.convert(model)
+    model = converted(nn.Sequential(nn.Linear(16, 16)))
     x = torch.randn(2, 3, 16)
     y = model(x)
     fully_shard(model[0], mesh=mesh)

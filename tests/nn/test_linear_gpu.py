@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpus import ONLY_HOPPER
+from gpus import NO_CONTEXT, ONLY_HOPPER
 from metrics import sqnr
 from torch import Tensor, nn
 
@@ -17,12 +17,7 @@ import octavo
 from octavo.ops.dispatch import gemm_backends
 from octavo.recipe import GEMMS, Recipe, get_recipe, groupwise
 
-pytestmark = [
-    pytest.mark.gpu,
-    ONLY_HOPPER,
-    # the thread that runs backward passes has no context before its first GEMM
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
-]
+pytestmark = [pytest.mark.gpu, ONLY_HOPPER, NO_CONTEXT]
 
 CUBLASLT = ["bf16", "tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise"]
 NATIVE = [*CUBLASLT, "mxfp8", "groupwise"]

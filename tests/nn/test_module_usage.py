@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from adapter_oracle import wrap
 from fused_oracle import geglu, gelu, linears, swiglu, tokens
-from linear_examples import SelfAttention
+from linear_examples import SelfAttention, converted_model
 from metrics import sqnr
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -82,9 +82,7 @@ OF_ONE_SHAPE = ("convolution", "attention", "encoder", "experts", "grouped")
 
 def made(name: str, recipe: str | Recipe) -> nn.Module:
     torch.manual_seed(0)
-    model = MODULES[name][0]()
-    octavo.convert(model, recipe)
-    return model
+    return converted_model(MODULES[name][0](), recipe)
 
 
 def results(module: nn.Module, call: Callable[..., Any], inputs: Inputs, *, autocast: bool = False) -> list[Tensor]:
@@ -248,20 +246,17 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP", "ignore:.*NO_SHARD", "ignore:.*world size is 1")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapped_module_has_the_name_that_it_has_alone(wrapper: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 4))
     modules, tensors = dict(model.named_modules()), dict(model.named_parameters())
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = WRAPPERS[wrapper](model)
-        named = [(name, module) for name, module in wrapped.named_modules() if "lora_" not in name]
-        assert modules.keys() <= {plain_name(name) for name, _ in named}
-        assert {plain_name(name) for name, _ in wrapped.named_parameters() if "lora_" not in name} == tensors.keys()
-        linears = [(name, module) for name, module in named if type(module) is nn.Linear and ".default" not in name]
-        assert all(modules[plain_name(name)] is module for name, module in linears)
-    finally:
-        torch.distributed.destroy_process_group()
+    wrapped = WRAPPERS[wrapper](model)
+    named = [(name, module) for name, module in wrapped.named_modules() if "lora_" not in name]
+    assert modules.keys() <= {plain_name(name) for name, _ in named}
+    assert {plain_name(name) for name, _ in wrapped.named_parameters() if "lora_" not in name} == tensors.keys()
+    linears = [(name, module) for name, module in named if type(module) is nn.Linear and ".default" not in name]
+    assert all(modules[plain_name(name)] is module for name, module in linears)
 
 
 # ---- The operations that compiled code calls in place of the layers' autograd functions
@@ -285,16 +280,14 @@ def graph_of(module: nn.Module, x: Tensor) -> list[torch.fx.Node]:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise"])
 def test_a_linear_layer_is_one_operation_to_dynamo(recipe: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False))
-    octavo.convert(model, recipe)
+    model = converted_model(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False)), recipe)
     nodes = graph_of(model, torch.randn(32, 64))
     assert [node.target for node in nodes] == [OPERATIONS.linear.default, F.relu, OPERATIONS.linear.default]
 
 
 @pytest.mark.parametrize("build", [linears, swiglu, gelu])
 def test_a_fused_module_is_one_operation_to_dynamo(build: Any) -> None:
-    block = build()
-    octavo.convert(block)
+    block = converted_model(build())
     nodes = graph_of(block, tokens(33))
     assert [node.target for node in nodes if "octavo" in str(node.target)] == [OPERATIONS.fused.default]
     assert not [node for node in nodes if "autograd_function" in str(node.target)]

@@ -16,16 +16,7 @@ from torch._dynamo.testing import CompileCounter
 import octavo
 from octavo.nn import conversion
 from octavo.nn import only_if_faster as lookup
-from octavo.nn.only_if_faster import (
-    Speedups,
-    cache_path,
-    find_speedups,
-    hides_launching,
-    never_faster,
-    read_table,
-    table_key,
-    write_table,
-)
+from octavo.nn.only_if_faster import cache_path, find_speedups, never_faster, read_table, table_key, write_table
 from octavo.ops import Backend
 from octavo.rates.measured import Machine, Measurement, Shape, Table, interpolate
 from octavo.recipe import PRESETS, get_recipe, rowwise
@@ -52,15 +43,18 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[Shape]]:
-    """pretend(machine): this CPU is that GPU, its speedups 1.5 for N > 4096, else 0.5; returns the shapes timed."""
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Shape]]:
+    """pretend(machine): this CPU is that GPU, its speedups 1.5 for N > 4096, else 0.5; returns the shapes timed.
+    pretend(machine, speedup): a table of it was measured here before."""
     timed: list[Shape] = []
 
     def time_linears(recipe: object, shapes: list[Shape], device: object, done: Callable[[], None]) -> list:
         timed.extend(shapes)
         return [(done(), (3.0, 2.0 if n > 4096 else 6.0))[1] for _, _, n in shapes]
 
-    def call(machine: Machine) -> list[Shape]:
+    def call(machine: Machine, measured: Callable[[int, int, int], float] | None = None) -> list[Shape]:
+        if measured is not None:
+            write_table(cache_path(machine), table_of(measured, machine))
         monkeypatch.setattr(conversion, "gemm_backends", lambda *_: NATIVE)
         monkeypatch.setattr(lookup, "this_machine", lambda device: machine)
         monkeypatch.setattr(lookup, "time_linears", time_linears)
@@ -76,8 +70,7 @@ def mixed() -> nn.ModuleDict:
 
 
 def test_each_layer_is_judged_by_its_sizes(pretend: Callable) -> None:
-    pretend(UNKNOWN)
-    write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: 1.43 if n == 4096 else 0.93))
+    pretend(UNKNOWN, lambda m, k, n: 1.43 if n == 4096 else 0.93)
     model = mixed()
     report = octavo.convert(model, only_if_faster=True, tokens=32768)
     assert report.converted == ["wide"]
@@ -92,8 +85,7 @@ def test_each_layer_is_judged_by_its_sizes(pretend: Callable) -> None:
 
 
 def test_tokens_are_the_rows_of_a_forward_pass(pretend: Callable) -> None:
-    pretend(UNKNOWN)
-    write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: {2048: 0.8, 8192: 1.0, 32768: 1.2}[m]))
+    pretend(UNKNOWN, lambda m, k, n: {2048: 0.8, 8192: 1.0, 32768: 1.2}[m])
     assert octavo.convert(mixed(), only_if_faster=True, tokens=32768).converted == ["wide", "narrow"]
     assert octavo.convert(mixed(), only_if_faster=True, tokens=16384).rows[0].speedup == pytest.approx(1.1)
     assert octavo.convert(mixed(), only_if_faster=True).converted == []
@@ -103,14 +95,12 @@ def test_tokens_are_the_rows_of_a_forward_pass(pretend: Callable) -> None:
 
 @pytest.mark.parametrize(("speedup", "pays"), [(1.0, False), (1.049, False), (1.051, True)])
 def test_a_speedup_within_the_noise_does_not_count(speedup: float, pays: bool, pretend: Callable) -> None:
-    pretend(UNKNOWN)
-    write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: speedup))
+    pretend(UNKNOWN, lambda m, k, n: speedup)
     assert bool(octavo.convert(mixed(), only_if_faster=True, tokens=32768).converted) is pays
 
 
 def test_a_model_of_little_work_is_left_to_bf16(pretend: Callable) -> None:
-    pretend(UNKNOWN)
-    write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: 1.4))
+    pretend(UNKNOWN, lambda m, k, n: 1.4)
     report = octavo.convert(mixed(), only_if_faster=True)  # 0.5e12 operations, 1.0e12 hide the launches of two layers
     assert report.converted == []
     assert "GPU would wait for the host" in report.skipped["wide"]
@@ -128,7 +118,7 @@ def test_a_model_of_little_work_is_left_to_bf16(pretend: Callable) -> None:
     ],
 )
 def test_one_layer_needs_more_work_to_hide_the_launches(shapes: list[tuple[int, int, int]], hidden: bool) -> None:
-    assert hides_launching(shapes) is hidden
+    assert lookup.hides_launching(shapes) is hidden
 
 
 def test_on_a_cpu_nothing_is_converted_and_the_report_says_why() -> None:
@@ -157,8 +147,7 @@ def test_the_batch_gives_the_tokens_of_each_layer(pretend: Callable) -> None:
         def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
             return self.few(self.many(x)[:, 0]) * scale
 
-    pretend(UNKNOWN)
-    write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: {2048: 0.8, 8192: 1.0, 32768: 1.2}[m]))
+    pretend(UNKNOWN, lambda m, k, n: {2048: 0.8, 8192: 1.0, 32768: 1.2}[m])
     batch = {"x": torch.empty(2048, 16, 2048, device="meta"), "scale": 0.5}
     report = octavo.convert(Two(), only_if_faster=True, tokens=8192, batch=batch)
     assert {row.name: row.speedup for row in report.rows} == {
@@ -224,7 +213,7 @@ def test_a_table_measured_here_comes_before_the_shipped_one(pretend: Callable) -
     assert "shipped for H100" in shipped.source
     write_table(cache_path(H100), table_of(lambda m, k, n: 7.0, H100))
     measured = find_speedups(rowwise(), NATIVE, CUDA, shapes)
-    assert measured == Speedups(dict.fromkeys(shapes, 7.0), measured.source)
+    assert measured == lookup.Speedups(dict.fromkeys(shapes, 7.0), measured.source)
     assert f"measured on this GPU ({cache_path(H100)})" in measured.source
     assert "shipped" not in measured.source
     assert shipped.by_shape.keys() == shapes
@@ -284,9 +273,8 @@ def test_where_fp8_is_never_faster() -> None:
     emulated = dict.fromkeys(("y", "dx", "dw"), Backend("emulated", "cpu has no FP8 GEMM"))
     assert never_faster(rowwise(), emulated, cpu) == "cpu emulates FP8, which is never faster than BF16"
     assert "quantizes nothing" in never_faster(get_recipe("bf16"), dict.fromkeys(NATIVE, Backend("bf16", "")), CUDA)
-    assert "dw has no FP8 GEMM here (too old)" in never_faster(
-        rowwise(), NATIVE | {"dw": Backend("none", "too old")}, CUDA
-    )
+    old = NATIVE | {"dw": Backend("none", "too old")}
+    assert "dw has no FP8 GEMM here (too old)" in never_faster(rowwise(), old, CUDA)
     assert never_faster(rowwise(), NATIVE, CUDA) == ""
     assert never_faster(get_recipe("rowwise_dw_bf16"), NATIVE | {"dw": Backend("bf16", "no cast")}, CUDA) == ""
 

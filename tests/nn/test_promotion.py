@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_examples import QUANTIZED, K, N, T, converted, run
+from linear_examples import QUANTIZED, K, N, T, converted, converted_model, run
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -73,8 +73,7 @@ def test_histories_stay_and_that_of_dy_keeps_its_amax() -> None:
 
 @pytest.mark.parametrize("to", ["bf16", "e5m2"])
 def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
-    mlp = SwiGLU(K, 64)
-    octavo.convert(mlp)
+    mlp = converted_model(SwiGLU(K, 64))
     parts = SwiGLU(K, 64)
     parts.load_state_dict(mlp.state_dict())
     octavo.convert(parts)
@@ -94,8 +93,7 @@ def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
 def test_compiled_code_of_its_block_is_compiled_again() -> None:
     torch._dynamo.reset()
     graphs = CompileCounter()
-    model = nn.Sequential(*(SwiGLU(32, 32) for _ in range(3)))
-    octavo.convert(model)
+    model = converted_model(nn.Sequential(*(SwiGLU(32, 32) for _ in range(3))))
     x = torch.randn(16, 32)
     for mlp in model:
         mlp.compile(backend=graphs, fullgraph=True)

@@ -8,6 +8,7 @@ import scipy.linalg
 import torch
 from linear_examples import K, N, T, converted, exact_gradients, run
 from metrics import sqnr
+from operation_counts import saved_tensors
 from torch import Tensor
 
 from octavo.numerics.scaling import scattered_signs
@@ -65,11 +66,10 @@ def test_a_rotation_is_for_its_gemm_alone(gemm: str, recipe: Recipe) -> None:
 
 
 def test_the_preset_has_the_memory_of_tensorwise() -> None:
-    sizes: dict[str, list[int]] = {"tensorwise": [], "tensorwise_rotated": []}
-    for name, saved in sizes.items():
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.nbytes) or t, lambda t: t):
-            converted(name)(torch.randn(T, K, requires_grad=True))
-    assert sum(sizes["tensorwise"]) == sum(sizes["tensorwise_rotated"])
+    def saved_bytes(name: str) -> int:
+        return sum(t.nbytes for t in saved_tensors(lambda: converted(name)(torch.randn(T, K, requires_grad=True))))
+
+    assert saved_bytes("tensorwise") == saved_bytes("tensorwise_rotated")
 
 
 def test_a_rotated_dw_averages_the_errors_of_sums_of_one_sign() -> None:

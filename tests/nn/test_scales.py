@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpus import no_waits
+from linear_examples import converted_model
 from operation_counts import operations
 from torch import Tensor, nn
 
@@ -20,8 +21,7 @@ from octavo.recipe import delayed
 
 
 def make(history: History | None = None) -> tuple[nn.Sequential, octavo.Linear]:
-    model = nn.Sequential(nn.Linear(32, 48, bias=False))
-    octavo.convert(model, delayed(history=history))
+    model = converted_model(nn.Sequential(nn.Linear(32, 48, bias=False)), delayed(history=history))
     return model, model[0]
 
 
@@ -214,8 +214,7 @@ def test_each_history_is_as_if_it_were_alone() -> None:
 def test_the_number_of_operations_does_not_grow_with_the_layers() -> None:
     counts = {}
     for layers in (1, 7):
-        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers)))
-        octavo.convert(model, "delayed")
+        model = converted_model(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers))), "delayed")
         model(torch.randn(16, 16)).sum().backward()
         counts[layers] = operations(lambda model=model: octavo.scales.update_scales(model)).total()
     assert counts[1] == counts[7] < 100
@@ -256,9 +255,7 @@ def test_the_scales_are_those_of_the_cpu_and_the_host_does_not_wait() -> None:
 
 def make_scale_learning(history: History | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
-    octavo.convert(model, delayed(history=history))
-    return model
+    return converted_model(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)), delayed(history=history))
 
 
 def rows(size: float, count: int = 8) -> torch.Tensor:
@@ -331,11 +328,9 @@ def test_batches_are_tensors_tuples_or_mappings():
         def forward(self, x, *, factor=1.0):
             return self.linear(x * factor)
 
-    model = Model()
-    octavo.convert(model, "delayed")
-    scales = octavo.scales.freeze_scales(
-        model, [torch.ones(2, 32), (torch.ones(2, 32),), {"x": torch.ones(2, 32), "factor": 7}]
-    )
+    model = converted_model(Model(), "delayed")
+    batches = [torch.ones(2, 32), (torch.ones(2, 32),), {"x": torch.ones(2, 32), "factor": 7}]
+    scales = octavo.scales.freeze_scales(model, batches)
     assert float(scales["linear"]) == pytest.approx(2 * 7 / 448)
 
 

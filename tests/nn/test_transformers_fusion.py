@@ -5,6 +5,7 @@ from functools import partial, wraps
 
 import pytest
 import torch
+from linear_examples import converted_model
 from metrics import sqnr
 from operation_counts import operations
 from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, tokens
@@ -74,8 +75,7 @@ def turns(call: Callable[[], object]) -> int:
 @pytest.mark.parametrize("mode", ["bfloat16", "float32", "autocast"])
 def test_heads_turn_in_one_pass_forward_and_one_backward(name, cached, mode, monkeypatch):
     """With the bits of transformers' own code, and a gradient that is one too."""
-    model = make_decoder(name).to(torch.bfloat16 if mode == "bfloat16" else torch.float32)
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder(name).to(torch.bfloat16 if mode == "bfloat16" else torch.float32), "rowwise")
 
     def passes() -> list[torch.Tensor]:
         model.zero_grad()
@@ -95,8 +95,7 @@ def test_heads_turn_in_one_pass_forward_and_one_backward(name, cached, mode, mon
 
 
 def test_heads_turn_in_training_alone(monkeypatch):
-    model = make_decoder("llama")
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder("llama"), "rowwise")
     assert turns(lambda: model(tokens())) == 2
     with torch.no_grad():
         assert not turns(lambda: model(tokens()))
@@ -111,8 +110,7 @@ def test_heads_turn_in_training_alone(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_heads_turn_with_every_attention_and_cache():
-    model = make_decoder("llama")
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder("llama"), "rowwise")
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
         cache = StaticCache(model.config, max_cache_len=32)
@@ -124,8 +122,7 @@ def test_heads_turn_with_every_attention_and_cache():
 
 
 def test_tables_that_get_gradients_or_turn_a_part_of_a_head_are_left_to_transformers():
-    model = make_decoder("llama")
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder("llama"), "rowwise")
     layer, x = model.model.layers[0], torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
     cos, sin = (t.clone().requires_grad_() for t in model.model.rotary_emb(x, torch.arange(3)[None]))
     assert not turns(lambda: layer(x, position_embeddings=(cos, sin)))
@@ -138,8 +135,7 @@ def test_tables_that_get_gradients_or_turn_a_part_of_a_head_are_left_to_transfor
 @each
 def test_text_is_generated_with_a_cache(name):
     """Each token has scales of its own, so that it is the same alone as among others."""
-    model = make_decoder(name).eval()
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder(name).eval(), "rowwise")
     prompt = tokens(7)
     with torch.no_grad():
         full = model(prompt).logits
@@ -157,8 +153,7 @@ def test_text_is_generated_with_a_cache(name):
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])  # biases change no trace
 def test_compiled_without_a_break(name):
     torch.compiler.reset()
-    model = make_decoder(name, num_hidden_layers=1)  # tracing takes most of the time
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder(name, num_hidden_layers=1), "rowwise")  # tracing takes most of the time
     expected = model(tokens(), labels=tokens())
     expected_gradients = torch.autograd.grad(expected.loss, list(model.parameters()))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if name == "llama" else "eager")
@@ -168,8 +163,7 @@ def test_compiled_without_a_break(name):
 
 
 def test_checkpointed_layers_give_the_same_gradients():
-    model = make_decoder("llama").train()
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder("llama").train(), "rowwise")
     expected = gradients(model)
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
@@ -182,8 +176,7 @@ def test_checkpointed_layers_give_the_same_gradients():
 
 def test_a_checkpointed_mlp_is_computed_again(monkeypatch):
     """A module that wraps a part of a fused layer is called: the part is not called directly."""
-    model = make_decoder("llama").train()
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder("llama").train(), "rowwise")
     expected, runs = gradients(model), []
     run = FusedMLP.run
     monkeypatch.setattr(FusedMLP, "run", lambda *given: runs.append(1) or run(*given))
@@ -198,8 +191,7 @@ def test_a_checkpointed_mlp_is_computed_again(monkeypatch):
 
 @pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"])
 def test_what_a_library_puts_in_a_layers_place_runs(path):
-    model = make_decoder("llama")
-    octavo.convert(model, "rowwise")
+    model = converted_model(make_decoder("llama"), "rowwise")
     parent = model.model.layers[1].get_submodule(path.split(".")[0])
     leaf = path.split(".")[1]
     original = getattr(parent, leaf)
@@ -215,8 +207,7 @@ def test_what_a_library_puts_in_a_layers_place_runs(path):
 
 @pytest.mark.parametrize("path", ["self_attn", "mlp", "self_attn.k_proj", "mlp.gate_proj", "post_attention_layernorm"])
 def test_hooks_see_tensors(path):
-    model, seen = make_decoder("mistral"), []
-    octavo.convert(model, "rowwise")
+    model, seen = converted_model(make_decoder("mistral"), "rowwise"), []
 
     def hook(module, args, kwargs, output):
         first = output[0] if isinstance(output, tuple) else output
@@ -228,8 +219,7 @@ def test_hooks_see_tensors(path):
 
 
 def test_another_recipe_runs_the_class_own_forward():
-    model, other = make_decoder("llama"), make_decoder("llama")
-    octavo.convert(model, "rowwise")
+    model, other = converted_model(make_decoder("llama"), "rowwise"), make_decoder("llama")
     assert octavo.convert(model, "tensorwise").fused == {}
     octavo.convert(other, "tensorwise")
     assert torch.equal(model(tokens()).logits, other(tokens()).logits)

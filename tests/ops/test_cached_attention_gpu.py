@@ -138,9 +138,8 @@ def test_every_pair_of_bytes_is_widened_as_it_is_stored():
         keys = torch.zeros_like(values)
         for i in range(4):
             q = torch.zeros(1, 1, 1, 256, device="cuda", dtype=torch.float16)
-            actual = cached_attention(
-                q, keys, values, one, one, length_of(i + 1), first=torch.tensor([i], dtype=torch.int32, device="cuda")
-            )
+            first = torch.tensor([i], dtype=torch.int32, device="cuda")
+            actual = cached_attention(q, keys, values, one, one, length_of(i + 1), first=first)
             assert torch.equal(actual[0, 0, 0], (values[0, 0, i].float() * scale).half())
 
 

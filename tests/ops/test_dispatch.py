@@ -10,18 +10,7 @@ from octavo.numerics import ROW, TENSOR, group
 from octavo.numerics.qtensor import parse_granularity
 from octavo.ops import dispatch as backend
 from octavo.ops import find_backend, find_grouped_backend, find_weight_only_backend
-from octavo.ops.dispatch import (
-    LINES,
-    MAX_M,
-    MAX_SMALL_M,
-    MX,
-    SQUARE,
-    STRIP,
-    Backend,
-    gemm_backends,
-    returned_dtype,
-    takes_cutlass,
-)
+from octavo.ops.dispatch import LINES, MAX_M, MAX_SMALL_M, MX, SQUARE, STRIP, Backend, gemm_backends
 from octavo.ops.launching import AMD, ARCHITECTURES, NVIDIA, architecture_of, find_architecture
 from octavo.recipe import PRESETS, groupwise, mxfp8
 
@@ -126,7 +115,7 @@ def test_y_has_a_dtype_that_the_kernel_writes():
             continue
         for name, dtype in names.items():
             expected = dtype if name in line.out else torch.bfloat16
-            assert returned_dtype(line.library, granularity, dtype) == expected, (gpu, scales, name)
+            assert backend.returned_dtype(line.library, granularity, dtype) == expected, (gpu, scales, name)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -243,10 +232,10 @@ def test_groups_of_rows_in_mx_run_on_blackwells_tensor_cores(on, monkeypatch, ca
 def test_promoted_sums_of_large_groups_run_on_cutlass_on_a_hopper(on, shape_a, shape_b, fast, expected):
     a, b = (torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta") for shape in (shape_a, shape_b))
     on((9, 0))
-    assert takes_cutlass(a, b, 2, fast) is expected
-    assert not takes_cutlass(a, b.view(torch.float8_e5m2), 2, fast)
+    assert backend.takes_cutlass(a, b, 2, fast) is expected
+    assert not backend.takes_cutlass(a, b.view(torch.float8_e5m2), 2, fast)
     on((8, 9))
-    assert not takes_cutlass(a, b, 2, fast)
+    assert not backend.takes_cutlass(a, b, 2, fast)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
@@ -321,7 +310,6 @@ def test_tables_are_in_order():
 def test_experts_have_a_grouped_gemm_where_linear_layers_have_one(name):
     recipe = PRESETS[name]()
     for gpu in NVIDIA if backend.runs_experts(recipe) else ():
-        linear, grouped = backend.gemm_backends(recipe, gpu), backend.grouped_backends(recipe, gpu)
-        assert {gemm for gemm in linear if linear[gemm].name == "none"} == {
-            gemm for gemm in grouped if grouped[gemm].name == "none"
-        }
+        found = backend.gemm_backends(recipe, gpu), backend.grouped_backends(recipe, gpu)
+        linear, grouped = ({gemm for gemm in each if each[gemm].name == "none"} for each in found)
+        assert linear == grouped

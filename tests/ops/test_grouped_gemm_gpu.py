@@ -3,23 +3,12 @@
 Our kernels of row scales have the bounds of PyTorch's, which takes two E4M3 operands.
 """
 
+import grouped_examples as examples
 import numpy as np
 import pytest
 import torch
 from gemm_examples import on_gpu, row_norm, wide, wide_in_bf16
 from gpus import ONLY_HOPPER, no_waits, poison
-from grouped_examples import (
-    GROUPED_PAIRS,
-    exact,
-    exact_columns,
-    exact_dw,
-    gradient_operands,
-    offsets_of,
-    operands,
-    quantized_columns,
-    row_error_bound,
-    rows_of,
-)
 
 from octavo.nn import GroupedLinear
 from octavo.numerics import ROW, QTensor
@@ -37,18 +26,18 @@ SPARE = 3  # rows behind the groups
 
 def check(y, a, b, sizes, fast=False, widen=wide):
     """The error of each row of a group is within its bound."""
-    rows, (product, squares) = sum(sizes), (exact(a, b, sizes, power, widen) for power in (1, 2))
-    bound = row_error_bound(product, np.sqrt(squares), a.shape[1], fast)[:rows]
+    rows, (product, squares) = sum(sizes), (examples.exact(a, b, sizes, power, widen) for power in (1, 2))
+    bound = examples.row_error_bound(product, np.sqrt(squares), a.shape[1], fast)[:rows]
     error = row_norm(y[:rows].cpu().double().numpy() - product[:rows])
     assert (error <= bound).all(), (error / bound).max()
 
 
 def check_gradients(dw, h, scale, x_t, sizes, fast):
-    product = exact_dw(h, scale, x_t, sizes)
-    squares = exact_dw(h.double().square(), scale.square(), x_t.double().square(), sizes)
+    product = examples.exact_dw(h, scale, x_t, sizes)
+    squares = examples.exact_dw(h.double().square(), scale.square(), x_t.double().square(), sizes)
     for e, size in enumerate(sizes):
         error = row_norm(dw[e].cpu().double().numpy() - product[e])
-        assert (error <= row_error_bound(product[e], np.sqrt(squares[e]), size, fast)).all()
+        assert (error <= examples.row_error_bound(product[e], np.sqrt(squares[e]), size, fast)).all()
         assert size or not dw[e].any()
 
 
@@ -64,7 +53,7 @@ def fast(request, monkeypatch) -> bool:
 @pytest.mark.parametrize("pair", ["row", "row-e5m2"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_worst_row(sizes, pair, k, n, fast):
-    a, b, offsets = operands(sizes, k, n, SPARE, pair)
+    a, b, offsets = examples.operands(sizes, k, n, SPARE, pair)
     gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
     turned = gpu_b.data.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(gpu_b.data.dtype)
     for dtype in (torch.bfloat16, torch.float32):
@@ -84,7 +73,7 @@ def test_gradients_of_ragged_groups(sizes, fast):
     n, k, rows = 96, 64, sum(sizes)
     g, x = (torch.randn(rows, columns).to(torch.float8_e4m3fn) for columns in (n, k))
     scale = torch.rand(len(sizes), n, 1) + 0.1
-    ends, place = aligned_groups(offsets_of(sizes).cuda(), rows)
+    ends, place = aligned_groups(examples.offsets_of(sizes).cuda(), rows)
     h, x_t = transpose(g.cuda(), place=place), transpose(x.cuda(), place=place)
     poison()
     dw = grouped_mm_dw(h, scale.cuda(), x_t, ends, fast_accumulation=fast)
@@ -95,9 +84,10 @@ def test_gradients_of_ragged_groups(sizes, fast):
 @pytest.mark.parametrize("sizes", [[128, 0, 256, 128], [0, 640], [1024, 128, 1920, 1024], [2048, 1024]], ids=str)
 def test_gradients_of_scales_along_the_rows_of_groups(sizes, pair):
     """Groups smaller than 128 run as a BF16 product where there are many rows: it multiplies operands in BF16."""
-    a, b, offsets = quantized_columns(sizes, pair, 272, 528)
+    a, b, offsets = examples.quantized_columns(sizes, pair, 272, 528)
     in_bf16 = not pair.startswith("strip") and sum(sizes) > MAX_MEAN_ROWS * len(sizes)
-    product, squares = (exact_columns(a, b, sizes, power, wide_in_bf16 if in_bf16 else wide) for power in (1, 2))
+    widen = wide_in_bf16 if in_bf16 else wide
+    product, squares = (examples.exact_columns(a, b, sizes, power, widen) for power in (1, 2))
     gpu_a, gpu_b = on_gpu(a), on_gpu(b)
     for dtype in (torch.bfloat16, torch.float32):
         options = {"scale_b": gpu_b.scale, "granularity": b.granularity, "out_dtype": dtype}
@@ -106,16 +96,16 @@ def test_gradients_of_scales_along_the_rows_of_groups(sizes, pair):
         assert (dw.shape, dw.dtype) == ((len(sizes), 272, 528), dtype)
         for e, size in enumerate(sizes):
             error = row_norm(dw[e].cpu().double().numpy() - product[e])
-            assert (error <= row_error_bound(product[e], np.sqrt(squares[e]), size, fast=False)).all()
+            assert (error <= examples.row_error_bound(product[e], np.sqrt(squares[e]), size, fast=False)).all()
             assert size or not dw[e].any()
 
 
-@pytest.mark.parametrize("pair", GROUPED_PAIRS[1:])
+@pytest.mark.parametrize("pair", examples.GROUPED_PAIRS[1:])
 @pytest.mark.parametrize(("k", "n"), [(48, 80), (512, 272)])
 @pytest.mark.parametrize("sizes", [*SIZES, [MAX_MEAN_ROWS + 300, MAX_MEAN_ROWS - 200]], ids=str)
 def test_worst_row_of_scales_along_k(sizes, k, n, pair):
     """Groups smaller than 128 run as a BF16 product where there are many rows: it multiplies operands in BF16."""
-    a, b, offsets = operands(sizes, k, n, SPARE, pair)
+    a, b, offsets = examples.operands(sizes, k, n, SPARE, pair)
     in_bf16 = not pair.startswith("strip") and a.shape[0] > MAX_MEAN_ROWS * len(sizes)
     gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
     for dtype in (torch.bfloat16, torch.float32):
@@ -133,20 +123,20 @@ def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
     from octavo.ops.kernels import grouped_gemm as kernel
 
     how, sizes = dense.Tiling(*tiling), [40, 0, 1, 150, 129]
-    a, b, offsets = operands(sizes, 640, 272, spare=5, pair=pair)
+    a, b, offsets = examples.operands(sizes, 640, 272, spare=5, pair=pair)
     a, b = on_gpu(a), on_gpu(b)
     poison()
     y = kernel.grouped_mm(Operands.of(a, b), offsets.cuda(), torch.float32, False, how)
-    for e, rows in enumerate(rows_of(sizes)):
+    for e, rows in enumerate(examples.rows_of(sizes)):
         alone = Operands(a.data[rows], b.data[e], a.scale[rows], b.scale[e], a.granularity, b.granularity)
         assert torch.equal(y[rows], dense.scaled_mm(alone, None, torch.float32, None, how))
 
 
 def test_a_wrong_scale_of_one_matrix_is_seen_in_its_rows_alone():
     sizes = [16, 33, 7]
-    a, b, offsets = operands(sizes, 512, 272, pair="strip-square")
-    product = exact(a, b, sizes)
-    largest = row_error_bound(product, np.sqrt(exact(a, b, sizes, power=2)), 512, fast=False)
+    a, b, offsets = examples.operands(sizes, 512, 272, pair="strip-square")
+    product = examples.exact(a, b, sizes)
+    largest = examples.row_error_bound(product, np.sqrt(examples.exact(a, b, sizes, power=2)), 512, fast=False)
     b.scale[1, 2] *= 2
     y = grouped_mm(on_gpu(a), on_gpu(b), offsets.cuda(), out_dtype=torch.float32).cpu().double().numpy()
     wrong = row_norm(y[:, 256:] - product[:, 256:]) > largest
@@ -156,14 +146,14 @@ def test_a_wrong_scale_of_one_matrix_is_seen_in_its_rows_alone():
 
 
 def test_sizes_that_the_kernel_refuses_are_named():
-    a, b, offsets = operands([8, 8], 40, 32)
+    a, b, offsets = examples.operands([8, 8], 40, 32)
     with pytest.raises(ValueError, match=r"sizes in multiples of 16, got \[32, 40\]"):
         grouped_mm(on_gpu(a), on_gpu(b), offsets.cuda())
 
 
-@pytest.mark.parametrize("pair", GROUPED_PAIRS)
+@pytest.mark.parametrize("pair", examples.GROUPED_PAIRS)
 def test_no_step_waits_for_the_device(pair):
-    a, b, offsets = operands(SIZES[0], 48, 80, pair=pair)
+    a, b, offsets = examples.operands(SIZES[0], 48, 80, pair=pair)
     gpu_a, gpu_b, gpu_offsets = on_gpu(a), on_gpu(b), offsets.cuda()
     with no_waits():
         grouped_mm(gpu_a, gpu_b, gpu_offsets)
@@ -185,11 +175,11 @@ def test_worst_row_and_gradients_of_each_tiling(tile, fast):
 
     left, right, *rest = tile
     tiling, sizes = kernel.Tiling(left, right, 1, *rest), SIZES[-1]
-    a, b, offsets = operands(sizes, 528, 272, SPARE, "row-e5m2")
+    a, b, offsets = examples.operands(sizes, 528, 272, SPARE, "row-e5m2")
     poison()
     y = kernel.grouped_mm(Operands.of(on_gpu(a), on_gpu(b)), offsets.cuda(), torch.bfloat16, fast, tiling)
     check(y, a, b, sizes, fast)
-    h, scale, x_t, offsets = gradient_operands(ALIGNED[-1], ("e5m2", "e4m3"), 272, 528)
+    h, scale, x_t, offsets = examples.gradient_operands(ALIGNED[-1], ("e5m2", "e4m3"), 272, 528)
     check_gradients(gradient(h, scale, x_t, offsets, torch.bfloat16, fast, tiling), h, scale, x_t, ALIGNED[-1], fast)
 
 
@@ -206,7 +196,7 @@ def gradient(h, scale, x_t, offsets, dtype, fast, tiling=None):
 @pytest.mark.parametrize("formats", [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e4m3", "e4m3")], ids=str)
 @pytest.mark.parametrize("sizes", ALIGNED, ids=str)
 def test_gradients_of_groups_and_of_empty_ones(sizes, formats, fast):
-    h, scale, x_t, offsets = gradient_operands(sizes, formats)
+    h, scale, x_t, offsets = examples.gradient_operands(sizes, formats)
     for dtype in (torch.bfloat16, torch.float32):
         dw = gradient(h, scale, x_t, offsets, dtype, fast)
         assert (dw.shape, dw.dtype) == ((len(sizes), 96, 80), dtype)
@@ -218,7 +208,7 @@ def test_gradients_of_groups_and_of_empty_ones(sizes, formats, fast):
 def test_gradients_by_descriptors_have_the_bits_of_those_by_pointers(sizes, fast):
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    given = *gradient_operands(sizes, ("e4m3", "e4m3"), 272, 528), torch.bfloat16, fast
+    given = *examples.gradient_operands(sizes, ("e4m3", "e4m3"), 272, 528), torch.bfloat16, fast
     assert torch.equal(gradient(*given), gradient(*given, kernel.Tiling(128, 128, 1, 3, 8)))
 
 
@@ -227,8 +217,8 @@ def test_sums_are_as_near_as_pytorchs(fast):
     """All products have one sign: there the tensor cores' sums lose the most."""
     sizes, n, k = [4096, 2048], 256, 512
     h, x_t = (torch.rand(size, sum(sizes)).to(torch.float8_e4m3fn) for size in (n, k))
-    scale, offsets = torch.ones(2, n, 1), offsets_of(sizes)
-    wide = exact_dw(h, scale, x_t, sizes)
+    scale, offsets = torch.ones(2, n, 1), examples.offsets_of(sizes)
+    wide = examples.exact_dw(h, scale, x_t, sizes)
     theirs = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), fast_accumulation=fast)
     ours = gradient(h, scale, x_t, offsets, torch.bfloat16, fast)
     error, other = (
@@ -240,7 +230,7 @@ def test_sums_are_as_near_as_pytorchs(fast):
 
 @pytest.mark.parametrize("formats", [("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
 def test_the_operation_runs_e5m2_by_it(formats):
-    h, scale, x_t, offsets = gradient_operands([128, 0, 256], formats)
+    h, scale, x_t, offsets = examples.gradient_operands([128, 0, 256], formats)
     assert find_grouped_backend(torch.device("cuda"), formats).name == "triton"
     dw = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), out_dtype=torch.float32)
     assert torch.equal(dw, gradient(h, scale, x_t, offsets, torch.float32, fast=False))

@@ -207,9 +207,8 @@ def test_a_list_of_tensors_as_inductor_holds_it_is_a_list() -> None:
     """While Inductor lowers a graph, the lists of its arguments are of a class of torch.fx."""
     tensors = [torch.randn(3, 16), torch.randn(5, 16)]
     fill, _ = inductor.OPERATIONS["quantize_stack"]
-    for actual, expected in zip(
-        fill(immutable_list(tensors), Cast().spec, True), fill(tensors, Cast().spec, True), strict=True
-    ):
+    results = [fill(given, Cast().spec, True) for given in (immutable_list(tensors), tensors)]
+    for actual, expected in zip(*results, strict=True):
         assert torch.equal(bits(actual), bits(expected))
 
 

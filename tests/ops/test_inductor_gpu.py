@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bits import bits
+from linear_examples import converted_model
 from operation_counts import calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -46,8 +47,7 @@ def gradients(model: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed", "blockwise", "rowwise_dw_bf16"])
 def test_compiled_code_launches_the_kernels(recipe: str) -> None:
     torch.compiler.reset()
-    model = Block().to("cuda", torch.bfloat16)
-    octavo.convert(model, recipe)
+    model = converted_model(Block().to("cuda", torch.bfloat16), recipe)
     x = torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16)
     if recipe == "delayed":
         gradients(model, model, x)
@@ -73,8 +73,7 @@ def test_compiled_code_rounds_stochastically_and_rotates_in_kernels(change: str)
         recipe = replace(recipe, name="stochastic", dx=replace(recipe.dx, a=dy), dw=replace(recipe.dw, a=dy))
     else:
         recipe = replace(recipe, name="rotated", rotate=("y", "dx", "dw"))
-    model = nn.Linear(256, 128, bias=False).to("cuda", torch.bfloat16)
-    octavo.convert(model, recipe)
+    model = converted_model(nn.Linear(256, 128, bias=False).to("cuda", torch.bfloat16), recipe)
     x = torch.randn(384, 256, device="cuda", dtype=torch.bfloat16)
     expected = gradients(model, model, x)
     actual, codes = run_and_get_code(gradients, model, torch.compile(model, fullgraph=True), x)
@@ -100,8 +99,7 @@ def test_equal_blocks_share_the_trace_of_their_launches(monkeypatch: pytest.Monk
     counts = []
     for blocks in (2, 4):
         torch.compiler.reset()
-        model = nn.Sequential(*(Block() for _ in range(blocks))).to("cuda", torch.bfloat16)
-        octavo.convert(model)
+        model = converted_model(nn.Sequential(*(Block() for _ in range(blocks))).to("cuda", torch.bfloat16))
         traced.clear()
         gradients(model, torch.compile(model), torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16))
         counts.append(len(traced))
@@ -110,8 +108,7 @@ def test_equal_blocks_share_the_trace_of_their_launches(monkeypatch: pytest.Monk
 
 def test_dynamic_sizes_call_the_operations() -> None:
     torch.compiler.reset()
-    model = Block().to("cuda", torch.bfloat16)
-    octavo.convert(model)
+    model = converted_model(Block().to("cuda", torch.bfloat16))
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     x = torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16)
     actual, codes = run_and_get_code(gradients, model, compiled, x)

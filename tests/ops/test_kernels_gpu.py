@@ -22,18 +22,8 @@ from rotary_examples import DTYPES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from octavo import ops
 from octavo.numerics import FORMATS, Cast
-from octavo.ops import (
-    activation_scales,
-    fold_scales,
-    group_of_rows,
-    norm_backward,
-    norm_quantize,
-    quantize,
-    quantize_transposed,
-    rotate,
-    transpose,
-)
 from octavo.ops.activation import WIDTHS, activation_gradient
 from octavo.recipe import ROW_W
 
@@ -142,7 +132,7 @@ def test_activations_on_the_border_of_two_codes(kind):
     """Rounding in another order than the reference would give another code here."""
     u = on_the_border(kind)
     m, f = u.shape[0], u.shape[1] // WIDTHS[kind]
-    scale = activation_scales(u.cuda(), kind, Cast())
+    scale = ops.activation_scales(u.cuda(), kind, Cast())
     factors = torch.ones(1, u.shape[1]), torch.ones(m, 1)
     check("activation_quantize", (u, kind, None, True, ROW))
     check("activation_backward", (torch.ones(m, f), u, kind, ROW, *factors, ROW, scale, True, None))
@@ -153,7 +143,7 @@ def test_activations_on_the_border_of_two_codes(kind):
 def test_the_gradient_of_a_bias_is_that_of_float64(shape, kind):
     m, f = shape
     dh, u = matrix((m, f), torch.bfloat16).cuda(), matrix((m, f * WIDTHS[kind]), torch.bfloat16).cuda()
-    scale, ones = activation_scales(u, kind, Cast()), torch.ones(1, u.shape[1], device="cuda")
+    scale, ones = ops.activation_scales(u, kind, Cast()), torch.ones(1, u.shape[1], device="cuda")
     given = dh, u, kind, ROW, ones, torch.ones_like(scale), ROW, scale, True, None
     dbias, du = torch.ops.octavo.activation_backward(*given)[3], activation_gradient(dh, u, kind)[0].double()
     assert ((dbias - du.sum(0)).abs() <= 1e-6 * du.abs().sum(0)).all()
@@ -178,12 +168,12 @@ def test_large_matrices_again_and_again(seed):
     for cast in (Cast(), Cast("e5m2", scale="pow2"), *floors):
         check("quantize", (x, cast.spec, None, None, None, 1), 1, here=True)
     for fmt, given in (("e4m3", None), ("e4m3", shift), ("e5m2", None), ("e5m2", shift)):
-        check("transpose", (quantize(x, Cast(fmt)).data, given, None, None), 1, here=True)
+        check("transpose", (ops.quantize(x, Cast(fmt)).data, given, None, None), 1, here=True)
     for center in (False, True):
         check("norm_quantize", (x, x.flip(0), weight, weight if center else None, EPS, ROW, center, True), 1)
     for kind, width in WIDTHS.items():
         u, dh = x[:2048], x[2048:4096, : 4096 // width]
-        scale = activation_scales(u, kind, Cast())
+        scale = ops.activation_scales(u, kind, Cast())
         check("activation_quantize", (u, kind, None, True, ROW), 1)
         check("activation_backward", (dh, u, kind, ROW, column, row[:2048], ROW, scale, True, None), 1)
 
@@ -200,8 +190,8 @@ def test_the_norms_of_a_gpu_give_the_bytes_of_a_cpu(shape, dtype, cast, center):
     """All but a millionth. If the order of a float64 sum changes the last bit of a mean or rstd, an element of that row
     on the border of two codes may round to the other one."""
     values = given_norm(shape, dtype, True, True)
-    actual = norm_quantize(*on_gpu(values), EPS, cast, center=center)
-    expected = norm_quantize(*values, EPS, cast, center=center)
+    actual = ops.norm_quantize(*on_gpu(values), EPS, cast, center=center)
+    expected = ops.norm_quantize(*values, EPS, cast, center=center)
     assert torch.equal(bits(actual.total).cpu(), bits(expected.total))
     assert (bits(actual.output.data).cpu() != bits(expected.output.data)).sum() <= 1e-6 * shape[0] * shape[1]
     statistics = ((each.mean, each.rstd, each.output.scale) for each in (actual, expected))
@@ -212,7 +202,7 @@ def test_the_norms_of_a_gpu_give_the_bytes_of_a_cpu(shape, dtype, cast, center):
 
 def test_the_gradient_of_a_norm_of_no_rows():
     x, weight, column = (torch.ones(shape, device="cuda") for shape in ((0, 7), (7,), (0, 1)))
-    dx, dweight, dbias = norm_backward(x, x, weight, column, column, x, True)
+    dx, dweight, dbias = ops.norm_backward(x, x, weight, column, column, x, True)
     assert dx.shape == (0, 7)
     assert_same(dweight, torch.zeros_like(weight))
     assert_same(dbias, torch.zeros_like(weight))
@@ -239,7 +229,7 @@ def test_rotate(shape, dtype):
 def test_a_number_that_is_not_finite_stays_in_its_block(value):
     x = torch.ones(3, 192, device="cuda")
     x[1, 70] = value
-    finite = rotate(x).isfinite().view(3, 3, 64).all(-1).cpu()
+    finite = ops.rotate(x).isfinite().view(3, 3, 64).all(-1).cpu()
     assert finite.tolist() == [[True] * 3, [True, False, True], [True] * 3]
 
 
@@ -250,10 +240,10 @@ def test_fold_scales(t, n):
     s_x, s_g, s_w = scales(t, n)
     for given in (s_w, None):
         check("fold_scales", (s_x, s_g, given, None))
-        for one, other in zip(fold_scales(*on_gpu((s_x, s_g, given))), folded(s_x, s_g, given), strict=True):
+        for one, other in zip(ops.fold_scales(*on_gpu((s_x, s_g, given))), folded(s_x, s_g, given), strict=True):
             assert_same(one, other)
     s_g[t // 2] = torch.nan
-    dx = fold_scales(s_x.cuda(), s_g.cuda(), None).dx.cpu()
+    dx = ops.fold_scales(s_x.cuda(), s_g.cuda(), None).dx.cpu()
     assert dx.isnan().nonzero()[:, 0].tolist() == [t // 2]
 
 
@@ -270,7 +260,8 @@ def test_compiled_code_folds_the_same_scales(with_w):
     torch._dynamo.reset()
     s_x, s_g, s_w = scales(8193, 16)
     given = s_x, s_g, s_w if with_w else None
-    for one, other in zip(torch.compile(fold_scales, fullgraph=True)(*on_gpu(given)), fold_scales(*given), strict=True):
+    compiled = torch.compile(ops.fold_scales, fullgraph=True)
+    for one, other in zip(compiled(*on_gpu(given)), ops.fold_scales(*given), strict=True):
         assert_same(one, other)
 
 
@@ -285,7 +276,7 @@ def test_transpose(fmt, shape):
     for given in (data, strided):
         check("transpose", (given, shift, None, None))
         poison()
-        assert_same(transpose(given.cuda()), transpose(data))
+        assert_same(ops.transpose(given.cuda()), ops.transpose(data))
 
 
 # ---- stochastic rounding
@@ -316,7 +307,7 @@ def test_the_noise_repeats_after_2_to_32_elements():
     assert_same(data[:2].contiguous(), torch.ops.octavo.quantize(x[:2].cpu(), ROW, None, None, SEED, 1)[0])
 
 
-@pytest.mark.parametrize("function", [quantize, quantize_transposed])
+@pytest.mark.parametrize("function", [ops.quantize, ops.quantize_transposed])
 def test_the_draw_follows_torch_manual_seed(function):
     cast, x, found = Cast(rounding="stochastic"), matrix((17, 130)).cuda(), []
     for seed in (1, None, 1):
@@ -330,7 +321,7 @@ def test_the_draw_follows_torch_manual_seed(function):
 DRAWN = [Cast(cast.format, cast.granularity, cast.scale, rounding="stochastic") for cast in PRESETS]
 
 
-@pytest.mark.parametrize("call", [rotate, *(lambda x, cast=cast: quantize(x, cast) for cast in DRAWN)])
+@pytest.mark.parametrize("call", [ops.rotate, *(lambda x, cast=cast: ops.quantize(x, cast) for cast in DRAWN)])
 def test_an_operation_takes_the_memory_of_its_result(call):
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     call(x)
@@ -338,7 +329,7 @@ def test_an_operation_takes_the_memory_of_its_result(call):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call(x)
-    bytes_an_element = 2 if call is rotate else 1.5
+    bytes_an_element = 2 if call is ops.rotate else 1.5
     assert torch.cuda.max_memory_allocated() - before <= bytes_an_element * x.numel() + 2**20
 
 
@@ -361,7 +352,7 @@ def test_permutations(size, dtype):
 @pytest.mark.parametrize("computed", [False, True], ids=["given", "computed"])
 def test_compiled_code_searches_in_a_slice_of_offsets(computed):
     def groups(values):
-        return group_of_rows((-values if computed else values)[1:], 7)
+        return ops.group_of_rows((-values if computed else values)[1:], 7)
 
     values = torch.tensor([1, 3, 5], dtype=torch.int32, device="cuda") * (-1 if computed else 1)
     assert torch.compile(groups, fullgraph=True)(values).tolist() == [0, 0, 0, 1, 1, 2, 2]

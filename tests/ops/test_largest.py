@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from interpreted_triton import run_kernel
 
 from octavo.ops import index_of_largest
 
@@ -18,13 +19,6 @@ def given(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((x, -torch.zeros(1, shape[1], dtype=dtype), x[:1].abs().neg()))
 
 
-def kernel(shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
-    """Run in the interpreter."""
-    from octavo.ops.kernels import largest
-
-    return largest.index_of_largest(given(shape, dtype)).tolist()
-
-
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_first_of_the_largest(shape, dtype):
@@ -37,8 +31,8 @@ def test_the_first_of_the_largest(shape, dtype):
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_finds_it(kernels, shape, dtype):
-    required = np.argmax(given(shape, dtype).float().numpy(), 1).tolist()
-    assert kernels.submit(kernel, shape, dtype).result() == required
+    found = kernels.submit(run_kernel, "largest", "index_of_largest", given(shape, dtype)).result()
+    assert found.tolist() == np.argmax(given(shape, dtype).float().numpy(), 1).tolist()
 
 
 @pytest.mark.gpu

@@ -7,19 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from quantize_oracle import (
-    CASTS,
-    KINDS,
-    SHAPES,
-    block_sizes,
-    check,
-    factors,
-    inverse,
-    matrix,
-    name_of,
-    oracle,
-    oracle_scale,
-)
+from interpreted_triton import run_kernel
+from quantize_oracle import CASTS, KINDS, SHAPES, block_sizes, check, inverse, matrix, name_of, oracle, oracle_scale
 
 from octavo.numerics import TENSOR, Cast, History, group
 from octavo.numerics.scaling import uniform_noise
@@ -51,15 +40,6 @@ def test_quantize_transposed_is_quantize_of_the_transpose(cast, shape):
     check(quantize_transposed(x, cast), *oracle(np.ascontiguousarray(x.numpy().T), cast), cast)
 
 
-def transposed_by_kernel(x: np.ndarray, place: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Run where kernels are interpreted."""
-    from octavo.ops.kernels.quantization import quantize_transposed as kernel
-
-    rows = None if place is None else torch.from_numpy(place)
-    data, scale = kernel(torch.from_numpy(x), Cast(scale="pow2"), None, rows)
-    return data.float().numpy(), scale.numpy()
-
-
 @pytest.mark.triton
 @pytest.mark.parametrize("placed", [0, 1100])
 def test_the_kernel_of_long_columns(kernels, placed):
@@ -70,14 +50,22 @@ def test_the_kernel_of_long_columns(kernels, placed):
     x = exact * 2.0 ** drawn.integers(-9, 9, 130).astype(np.float32)
     x[:, 3] = 0.0
     place = drawn.integers(-1, 600, placed).astype(np.int32) if placed else None
-    data, scale = kernels.submit(transposed_by_kernel, x, place).result()
+    given = torch.from_numpy(x), Cast(scale="pow2"), None, None if place is None else torch.from_numpy(place)
+    data, scale = kernels.submit(run_kernel, "quantization", "quantize_transposed", *given).result()
     placed_x = x if place is None else np.where(place[:, None] < 0, np.float32(0), x[place])
     wanted, wanted_scale = oracle(np.ascontiguousarray(placed_x.T), Cast(scale="pow2"))
-    np.testing.assert_array_equal(scale, wanted_scale)
-    np.testing.assert_array_equal(data, wanted.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    np.testing.assert_array_equal(scale.numpy(), wanted_scale)
+    np.testing.assert_array_equal(data.float().numpy(), wanted.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
 
 
 # ---- factors of columns and rows
+
+
+def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
+    """Random factors that are not powers of two, so that the order of the products shows in their last bits."""
+    torch.manual_seed(7)
+    both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "mantissa_of": torch.rand(shape[0], 1) * 3 + 0.1}
+    return {name: factor for name, factor in both.items() if which in (name, "both")}
 
 
 def scaled(x: np.ndarray, given: dict[str, torch.Tensor]) -> np.ndarray:
@@ -194,9 +182,8 @@ def test_quantize_scaled_saturates_and_reports_amax(fmt, dtype):
     q, amax = quantize_scaled(x, scale, cast)
     shrunk = x.float().numpy() * (np.float32(1) / scale.numpy())
     assert (np.abs(shrunk) > 2 * top).any()
-    assert np.array_equal(
-        q.data.view(torch.uint8).numpy(), np.clip(shrunk, -top, top).astype(KINDS[fmt]).view(np.uint8)
-    )
+    expected = np.clip(shrunk, -top, top).astype(KINDS[fmt]).view(np.uint8)
+    assert np.array_equal(q.data.view(torch.uint8).numpy(), expected)
     assert (amax.shape, amax.dtype, amax.item()) == ((1, 1), torch.float32, np.abs(x.float().numpy()).max())
     assert (q.granularity, q.format, q.scale.item()) == (TENSOR, cast.fmt, scale.item())
 

@@ -6,14 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3
-from octavo.ops.softmax_loss import (
-    IGNORED,
-    cross_entropy,
-    cross_entropy_gradient,
-    cross_entropy_gradient_reference,
-    cross_entropy_reference,
-    multiply,
-)
+from octavo.ops import softmax_loss as op
+from octavo.ops.softmax_loss import IGNORED, cross_entropy, cross_entropy_gradient, multiply
 
 FACTOR = 0.125
 FORMULAS = {"plain": (1.0, 0.0), "scaled": (0.0625, 0.0), "capped": (1 / 30, 30.0)}
@@ -41,7 +35,7 @@ def exact(z: Tensor, labels: Tensor, scale: float, cap: float) -> tuple[Tensor, 
 def by_reference(z: Tensor, labels: Tensor, scale: float, cap: float) -> tuple[Tensor, ...]:
     z = z.clone()
     factor = torch.tensor(FACTOR, dtype=torch.promote_types(z.dtype, torch.float32))
-    return z, *cross_entropy_reference(z, labels, factor, None, scale, cap)
+    return z, *op.cross_entropy_reference(z, labels, factor, None, scale, cap)
 
 
 def by_kernel(z: Tensor, labels: Tensor, scale: float, cap: float) -> tuple[Tensor, ...]:
@@ -55,8 +49,8 @@ def by_kernel(z: Tensor, labels: Tensor, scale: float, cap: float) -> tuple[Tens
 def quantized_by_reference(z: Tensor, labels: Tensor, *formula: float) -> tuple[Tensor, ...]:
     """g by row and transposed, from logits that are left as they are."""
     given = z.clone()
-    found = cross_entropy_reference(z, labels, None, None, *formula)
-    results = cross_entropy_gradient_reference(z, labels, torch.tensor(FACTOR), *found, *formula, True, True)
+    found = op.cross_entropy_reference(z, labels, None, None, *formula)
+    results = op.cross_entropy_gradient_reference(z, labels, torch.tensor(FACTOR), *found, *formula, True, True)
     assert torch.equal(z.nan_to_num(), given.nan_to_num())
     return results
 

@@ -1,11 +1,14 @@
 """The byte transpose against ml_dtypes, and the scales of the backward GEMMs against float64."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from codec_oracle import FP8, ML_DTYPES, same
 from fold_scales_oracle import folded, folded_by_group, scales
 from grouped_examples import offsets_of
+from interpreted_triton import run_kernel
 
 from octavo.numerics import FORMATS
 from octavo.ops import fold_scales, transpose
@@ -72,19 +75,12 @@ def grouped_scales(sizes: list[int], n: int = 7) -> tuple[torch.Tensor, ...]:
     return s_x, s_g, s_w.view(len(sizes), n, 1)
 
 
-def interpreted(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    from octavo.ops.kernels.transposition import fold_scales
-
-    return fold_scales(*given)
-
-
 @pytest.mark.triton
 @pytest.mark.parametrize("sizes", SIZES[:1] + SIZES[2:], ids=str)
 def test_the_kernel_folds_the_scales_of_groups(kernels, sizes):
     *given, s_w = grouped_scales([*sizes, 1200], 1030)
     given = *given, s_w[:-1].contiguous(), offsets_of(sizes)  # the last rows are of no group
-    for actual, expected in zip(kernels.submit(interpreted, *given).result(), fold_scales(*given), strict=True):
+    fold = partial(kernels.submit, run_kernel, "transposition", "fold_scales")
+    for actual, expected in zip(fold(*given).result(), fold_scales(*given), strict=True):
         assert torch.equal(actual, expected)
-    assert torch.equal(
-        kernels.submit(interpreted, *given[:2], s_w[0], None).result()[2], fold_scales(*given[:2], s_w[0]).dw
-    )
+    assert torch.equal(fold(*given[:2], s_w[0], None).result()[2], fold_scales(*given[:2], s_w[0]).dw)

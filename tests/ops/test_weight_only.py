@@ -4,6 +4,7 @@ import pytest
 import torch
 import weight_only_examples as examples
 from grouped_examples import SIZES as GROUPS
+from interpreted_triton import run_kernel
 
 from octavo.numerics import ROW, Cast, QTensor, group
 from octavo.numerics.formats import E4M3
@@ -57,19 +58,13 @@ def test_autocast_does_not_change_the_product():
         assert torch.equal(weight_only_mm(x, w), expected)
 
 
-def widened(*given) -> torch.Tensor:
-    """Run where kernels are interpreted."""
-    from octavo.ops.kernels.weight_only import dequantize
-
-    return dequantize(*given, torch.float32, native=True)
-
-
 @pytest.mark.triton
 def test_the_kernel_widens_every_scale_of_e8m0(kernels):
     """255 is NaN, and 0 is 2^-127."""
     scale, by = torch.arange(256, dtype=torch.uint8).view(8, 32).view(torch.float8_e8m0fnu), group(4)
     w = QTensor(torch.ones(8, 128).to(torch.float8_e4m3fn), scale, E4M3, by)
-    found = kernels.submit(widened, w.data, scale, by).result()
+    given = w.data, scale, by, torch.float32
+    found = kernels.submit(run_kernel, "weight_only", "dequantize", *given, native=True).result()
     torch.testing.assert_close(found, w.dequantize(), rtol=0, atol=0, equal_nan=True)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from operation_counts import saved_tensors
 from support.live_memory import LiveMemory
 from torch import nn
 
@@ -88,21 +89,12 @@ def saved(kind: str, recipe: str, layers: int) -> int:
     torch.compiler.reset()  # which counts the compilations of blocks in other models too
     model, tokens = prepared(kind, recipe, "none", layers, compiled=True), torch.randint(VOCABULARY, (1, TOKENS))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    storages = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            storages[storage._cdata] = storage
-        return tensor
-
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens)  # the histories of `delayed` begin
         octavo.scales.update_scales(model)
         model(tokens)  # compiles, which hooks would hinder
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            model(tokens)
-    return sum(storage.nbytes() for storage in storages.values())
+        kept = [t.untyped_storage() for t in saved_tensors(lambda: model(tokens))]
+    return sum({s._cdata: s.nbytes() for s in kept if s._cdata not in weights}.values())
 
 
 class WithFp8Attention(Setup):

@@ -137,9 +137,8 @@ def test_the_charts_are_drawn(browser: Browser, page: Path) -> None:
     assert min(canvases) > 100_000
     for chart in ("loss", "gap", "speed", "gradient", "memory", "heat", "histogram"):
         painted = "new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
-        assert (
-            browser.driver.execute_script(f"const c = document.querySelector('#{chart} canvas'); return {painted}") > 10
-        ), chart
+        script = f"const c = document.querySelector('#{chart} canvas'); return {painted}"
+        assert browser.driver.execute_script(script) > 10, chart
 
 
 def test_the_values_under_the_mouse_are_said(browser: Browser, page: Path) -> None:

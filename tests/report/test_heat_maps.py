@@ -67,9 +67,8 @@ def test_grids_of_one_value_or_none_are_encoded_too(values):
     for log in (True, False):
         metric = heat_maps.Metric("gap", "gap", log=log)
         expected = np.maximum(array, 0) if log else array
-        np.testing.assert_allclose(
-            decoded(heat_maps.encode_grid(array, metric), metric), expected[0], rtol=1e-4, atol=1e-4
-        )
+        found = decoded(heat_maps.encode_grid(array, metric), metric)
+        np.testing.assert_allclose(found, expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
@@ -92,9 +91,8 @@ def test_histograms_are_those_of_their_steps():
     dy = found["operands"]["dy"]
     shares = np.frombuffer(base64.b64decode(dy["shares"]), "<u2").reshape(2, 5, BINADES)
     np.testing.assert_array_equal(shares, cube[:, :, 2]["binades"])
-    np.testing.assert_array_equal(
-        np.frombuffer(base64.b64decode(dy["amax"]), "<f4").reshape(2, 5), cube["amax"][:, :, 2]
-    )
+    amax = np.frombuffer(base64.b64decode(dy["amax"]), "<f4").reshape(2, 5)
+    np.testing.assert_array_equal(amax, cube["amax"][:, :, 2])
     assert found["steps"] == [10, 100]
     assert set(found["operands"]["gradient"]) == {"shares", "amax"}
 

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import torch
 import torch.nn.functional as F
+from attention_oracle import wide
 from torch import Tensor
 
 from octavo.nn.attention_layers import attend_fp8
@@ -23,7 +24,7 @@ class Quantized(NamedTuple):
 
     @property
     def wide(self) -> np.ndarray:
-        return e4m3(self.data) * float(self.scale)
+        return wide(self.data) * float(self.scale)
 
 
 def quantized(x: Tensor) -> Quantized:
@@ -97,8 +98,3 @@ def rounded(q, k, v, dy, out_scales, ds_scale):
 def to_e4m3(x: np.ndarray, scale: float) -> np.ndarray:
     """x rounded to a number of E4M3 times the scale; larger ones saturate."""
     return np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
-
-
-def e4m3(data: Tensor) -> np.ndarray:
-    """Numbers of E4M3 as float64."""
-    return data.cpu().contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)

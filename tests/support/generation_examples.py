@@ -12,6 +12,7 @@ from octavo.inference.session import Session
 from octavo.inference.transformers_generate import accelerate_generate
 
 END = 7  # the token that ends a text
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
 
 
 def pair(name: str, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""For tests on a GPU: a mark for GEMMs that only a Hopper runs, poisoned memory, and waits for the device.
+"""For tests on a GPU: marks for files of them, poisoned memory, and waits for the device.
 
 In poisoned memory, elements that a kernel fails to write are not right by chance.
 """
@@ -14,6 +14,8 @@ from torch import Tensor
 ONLY_HOPPER = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="these are Hopper's GEMMs"
 )
+# The thread that runs backward passes has no context before its first GEMM.
+NO_CONTEXT = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 
 
 def poison() -> None:

@@ -12,13 +12,7 @@ from torch import Tensor
 from octavo.numerics import FORMATS, QTensor
 from octavo.ops import quantize
 
-SIZES = {
-    "ragged": [7, 0, 33, 16, 1],
-    "one": [0, 0, 64, 0],
-    "none at the ends": [0, 31, 2, 0],
-    "aligned": [32, 16, 48],
-}
-
+SIZES = {"ragged": [7, 0, 33, 16, 1], "one": [0, 0, 64, 0], "none at the ends": [0, 31, 2, 0], "aligned": [32, 16, 48]}
 GROUPED_PAIRS = ["row", "strip-square", "strip-strip", "group64", "group32", "mx"]
 
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
 
 @contextmanager
 def interpreter() -> Iterator[Executor]:
-    """A process whose kernels are interpreted: submit functions of a test module."""
+    """A process whose kernels are interpreted: submit `run_kernel`, or functions of a test module."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"  # the process inherits it when it starts, at the first submission
     try:
@@ -26,6 +27,11 @@ def interpreter() -> Iterator[Executor]:
         os.environ.pop("TRITON_INTERPRET", None)
         if before is not None:
             os.environ["TRITON_INTERPRET"] = before
+
+
+def run_kernel(file: str, name: str, *args: Any, **options: Any) -> Any:
+    """The result of a function of ops/kernels; to be submitted to `interpreter`."""
+    return getattr(import_module(f"octavo.ops.kernels.{file}"), name)(*args, **options)
 
 
 def _read_bounds_of_loops() -> None:

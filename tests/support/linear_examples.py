@@ -1,4 +1,6 @@
-"""A converted linear layer and its three products."""
+"""Converted models, and a converted linear layer and its three products."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,12 @@ def without_chance(name: str) -> Recipe:
     return Recipe.from_json(octavo.recipe.PRESETS[name]().to_json().replace("stochastic", "nearest"))
 
 
+def converted_model(model: Any, *recipe: Any, **options: Any) -> Any:
+    """The model that is given, converted."""
+    octavo.convert(model, *recipe, **options)
+    return model
+
+
 def converted(recipe: str | Recipe, bias: bool = False, k: int = K, n: int = N) -> octavo.Linear:
     linear = nn.Linear(k, n, bias=bias)
     octavo.convert(nn.Sequential(linear), recipe)
@@ -33,16 +41,6 @@ def run(linear: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tenso
 def exact_gradients(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, w, dy = x.double(), w.double(), dy.double()
     return x @ w.t(), dy @ w, dy.t() @ x
-
-
-def separately_by_row(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The usual answer: every operand of every GEMM quantized by row along its own reduction, float32 scales."""
-
-    def q(t: Tensor) -> Tensor:
-        scale = t.abs().amax(1, keepdim=True) / 448
-        return (t / scale).to(torch.float8_e4m3fn).double() * scale
-
-    return q(x) @ q(w).t(), q(dy) @ q(w.t()).t(), q(dy.t()) @ q(x.t()).t()
 
 
 class SelfAttention(nn.Module):

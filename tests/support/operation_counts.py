@@ -1,10 +1,12 @@
-"""The operations that a call dispatches, and those that generated code calls."""
+"""The operations that a call dispatches, the tensors that it saves, and the operations that generated code calls."""
 
 import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -20,6 +22,14 @@ def operations(call: Callable[[], object]) -> Counter[str]:
     with Count():
         call()
     return counts
+
+
+def saved_tensors(call: Callable[[], object]) -> list[Tensor]:
+    """The tensors that a call saves for the backward pass."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        call()
+    return saved
 
 
 def calls(codes: list[str]) -> set[str]:

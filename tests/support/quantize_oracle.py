@@ -117,13 +117,6 @@ def assert_rounds_to(q: QTensor, value: torch.Tensor, near: torch.Tensor, cast: 
     assert ((low != high) & plain).sum() <= 5 + plain.sum() / 100  # else this would prove little
 
 
-def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
-    """Random factors that are not powers of two, so that the order of the products shows in their last bits."""
-    torch.manual_seed(7)
-    both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "mantissa_of": torch.rand(shape[0], 1) * 3 + 0.1}
-    return {name: factor for name, factor in both.items() if which in (name, "both")}
-
-
 def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows and columns of very different size, a zero row, and some zeros and negative zeros."""
     torch.manual_seed(shape[0] * 1000 + shape[1])

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
+from linear_examples import converted_model
 from torch import nn
 
-import octavo
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.recipe import Recipe
 from octavo.watching.storage import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
@@ -34,9 +34,7 @@ def event(step: int, value: float | None = 0.5) -> Event:
 
 def one_layer(recipe: str | Recipe = "rowwise") -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(80, 64, bias=False))
-    octavo.convert(model, recipe)
-    return model
+    return converted_model(nn.Sequential(nn.Linear(80, 64, bias=False)), recipe)
 
 
 def tiny_model(name: str, recipe: str = "rowwise", layers: int = 1) -> nn.Module:
@@ -46,9 +44,7 @@ def tiny_model(name: str, recipe: str = "rowwise", layers: int = 1) -> nn.Module
         "llama": LlamaConfig(64, layers, 32, 4, 2, 48, 16), "gpt2": GPT2Config(64, layers, 32, 4, 16),
         "mixture": MixtureConfig(64, layers, 32, 4, 2, 48, 16, experts=4, top_k=2),
     }  # fmt: skip
-    model = build(configs[name])
-    octavo.convert(model, recipe)
-    return model
+    return converted_model(build(configs[name]), recipe)
 
 
 def backward(model: nn.Module) -> torch.Tensor:
