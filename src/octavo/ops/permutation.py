@@ -155,26 +155,60 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Rows:
     A number of `num_experts` or more is an expert of another rank: its rows come after the last group.
     """
     flat = experts.reshape(-1).int()  # a GPU sorts a byte of the keys in a pass
-    sorted_experts, slot = torch.sort(flat, stable=True)
-    row = torch.empty_like(slot).scatter_(0, slot, torch.arange(len(flat), device=flat.device))
-    ends = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
-    offsets = torch.searchsorted(sorted_experts, ends, right=True, out_int32=True)
-    row = torch.where(flat < num_experts, row, -1)
-    return Rows(slot.to(torch.int32), row.to(torch.int32).view(experts.shape), offsets)
+    slot, row, offsets = _index_slots(*torch.sort(flat, stable=True), num_experts)
+    return Rows(slot, row.view(experts.shape), offsets)
 
 
-def aligned_groups(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Places for the groups in which each has a positive multiple of 128 rows, as `grouped_mm_dw` takes them.
+def index_slots_reference(experts: Tensor, order: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slot, row and offsets of `Rows`, row as [M], from the sorted experts [M] and the slots in this order."""
+    each = torch.arange(experts.shape[0], device=experts.device, dtype=torch.int32)
+    row = torch.empty_like(each).scatter_(0, order, torch.where(experts < num_experts, each, -1))
+    numbers = torch.arange(num_experts, device=experts.device, dtype=torch.int32)
+    return order.int(), row, torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
-    The groups of M = `rows` rows end at `offsets`, int32 [E]. The results are the offsets of the larger groups, int32
-    [E], and the row that lies at each place, int32 [M'], or -1. M' depends on M and E only: M rounded up to a multiple
-    of 16, and 128 for each group.
+
+class Groups(NamedTuple):
+    """The groups of rows in a backward pass, and places for them in which each has a positive multiple of 128 rows."""
+
+    expert: Tensor  # int32 [M], the expert of each row, the last one for rows beyond the last group
+    aligned_offsets: Tensor  # int32 [E], where the larger groups end
+    place: Tensor  # int32 [M'], the row that lies at each place, or -1
+    token: Tensor | None  # int32 [M'], the token of that row, or -1
+
+
+def aligned_groups(offsets: Tensor, rows: int, slot: Tensor | None = None, top_k: int = 1) -> Groups:
+    """The groups of M = `rows` rows that end at `offsets`, int32 [E], with places as `grouped_mm_dw` takes them.
+
+    M' depends on M and E only: M rounded up to a multiple of 16, and 128 for each group. With `slot`, int32 [M], row m
+    is one of token slot[m] // top_k; without it there are no tokens.
     """
+    places = -(-rows // ALIGNMENT) * ALIGNMENT + COLUMNS * offsets.shape[0]
+    return Groups(*_index_groups(offsets, rows, places, slot, top_k))
+
+
+def index_groups_reference(
+    offsets: Tensor, rows: int, places: int, slot: Tensor | None, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Groups`."""
+    last = len(offsets) - 1
     sizes = offsets.diff(prepend=offsets.new_zeros(1))
     aligned = ((sizes + COLUMNS - 1) // COLUMNS).clamp(min=1) * COLUMNS
     ends = aligned.cumsum(0, dtype=torch.int32)
-    places = -(-rows // ALIGNMENT) * ALIGNMENT + COLUMNS * len(offsets)
-    group = group_of_rows(ends, places).clamp(max=len(offsets) - 1)
+    group = group_of_rows(ends, places).clamp(max=last)
     within = torch.arange(places, device=offsets.device, dtype=torch.int32) - (ends - aligned)[group]
-    row = (offsets - sizes)[group] + within
-    return ends, torch.where(within < sizes[group], row, -1).to(torch.int32)
+    place = torch.where(within < sizes[group], (offsets - sizes)[group] + within, -1)
+    token = None if slot is None else F.pad(slot // top_k, (0, 1), value=-1)[place]
+    return group_of_rows(offsets, rows).clamp(max=last), ends, place, token  # type: ignore[return-value]
+
+
+_index_slots = operation(
+    like=lambda experts, order, e: (torch.empty_like(experts), torch.empty_like(experts), experts.new_empty(e)),
+    runs=lambda experts, *rest: has_kernels(experts.device, (8, 0)),
+)(index_slots_reference)
+_index_groups = operation(
+    check=lambda offsets, *rest: check_tensor("offsets", offsets, (offsets.numel(),), torch.int32),
+    like=lambda offsets, rows, places, slot, top_k: tuple(
+        offsets.new_empty(size) for size in (rows, offsets.shape[0], places, 0 if slot is None else places)
+    ),
+    runs=lambda offsets, *rest: has_kernels(offsets.device, (8, 0)),
+)(index_groups_reference)
