@@ -126,8 +126,8 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
     group = group_of_rows(offsets, rows).clamp(max=experts - 1)
     factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
     for cast in casts:
-        gathers = (*factors, y), (*factors, None), (*plain, None)
-        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None)):
+        gathers = (*factors, y, row), (*factors, None, None), (*plain, None, None)
+        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None, None)):
             yield "gather_quantize", (given[0], cast.spec, *given[1:])
     yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
     place = aligned_groups(offsets, rows).place

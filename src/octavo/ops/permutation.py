@@ -28,11 +28,12 @@ def gather_quantize_reference(
     group: Tensor | None,
     row_scale: Tensor | None,
     y: Tensor | None,
+    row: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Data and scale of the rows x[slot // top_k] * column_scale[group] * row_scale, and the products [M] of the rows
-    x[slot // top_k] and those of y, each summed; None without y."""
+    """Data and scale of the rows x[slot // top_k] * column_scale[group] * row_scale, and with y and `row` the products
+    [T, top_k] of the rows x[slot // top_k] and those of y, each summed, at their slots; zero where `row` is -1."""
     rows = x.float() if slot is None else x[slot // top_k].float()
-    products = None if y is None else (rows * y.float()).sum(1)
+    products = None if y is None else F.pad((rows * y.float()).sum(1), (0, 1))[row]  # the row -1 is zero
     if column_scale is not None and group is not None:
         rows = rows * column_scale[group]
     return *quantize_reference(rows, cast, None, row_scale, None), products  # type: ignore[return-value]
@@ -74,7 +75,7 @@ def gather_quantize(
         row_scale: float32 [M, 1], multiplied into the rows after that.
     """
     check_row_cast("gather_quantize", cast)
-    data, scale, _ = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale, None)
+    data, scale, _ = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale, None, None)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
@@ -96,12 +97,12 @@ def combine_backward(
     """
     check_row_cast("combine_backward", cast)
     given = slot, row.shape[1], column_scale, group, row_scale
-    data, scale, products = _gather_quantize(dout, cast.spec, *given, y)
-    return QTensor(data, scale, cast.fmt, ROW), torch.where(row < 0, 0, products[row.clamp(min=0)])
+    data, scale, dweight = _gather_quantize(dout, cast.spec, *given, y, row)
+    return QTensor(data, scale, cast.fmt, ROW), dweight
 
 
 def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *factors: Tensor | None) -> None:
-    column_scale, group, row_scale, y = factors
+    column_scale, group, row_scale, y, row = factors
     check_matrix("gather_quantize", x)
     m = x.shape[0] if slot is None else slot.shape[0]
     check_tensor("slot", slot, (m,), torch.int32)
@@ -112,6 +113,7 @@ def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *facto
             raise ValueError("column_scale needs group, the number of its line for each row")
     check_tensor("group", group, (m,), torch.int32)
     check_tensor("y", y, (m, x.shape[1]), *FLOATS)
+    check_tensor("row", row, (m // top_k, top_k), torch.int32)
 
 
 def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
@@ -125,7 +127,7 @@ def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
 def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     m = x.shape[0] if slot is None else slot.shape[0]
     data, scale = x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
-    return data, scale, x.new_empty(0) if rest[-1] is None else x.new_empty(m, dtype=torch.float32)
+    return data, scale, x.new_empty(0) if rest[-1] is None else torch.empty_like(rest[-1], dtype=torch.float32)
 
 
 _gather_quantize = operation(

@@ -408,8 +408,7 @@ def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool]
     fakes = torch.fx.map_arg(V.graph.current_node.args, lambda node: node.meta["val"])
     leaves, spec = tree_flatten(fakes)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    sizes = [size for leaf in leaves for size in (leaf.shape if isinstance(leaf, Tensor) else [leaf])]
-    dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
+    dynamic = any(isinstance(size, torch.SymInt) for leaf in leaves for size in getattr(leaf, "shape", [leaf]))
     if dynamic or not runs_kernels(*fakes):
         return call(*args)
 

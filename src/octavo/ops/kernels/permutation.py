@@ -25,14 +25,15 @@ def gather_quantize(
     group: Tensor | None,
     row_scale: Tensor | None,
     y: Tensor | None,
+    row: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Same as `gather_quantize_reference`, for contiguous tensors. It adds the products in another order."""
     m, k = x.shape[0] if slot is None else slot.shape[0], x.shape[1]
     data, scale = allocate(x, (m, k), cast.fmt.dtype), allocate(x, (m, 1), torch.float32)
-    products = None if y is None else allocate(x, (m,), torch.float32)
+    products = None if row is None else allocate(x, row.shape, torch.float32)
     block_k, block_m, warps = row_tile(k)
     launcher(_gather_kernel, (cdiv(m, TILES * block_m),))(
-        x, data, scale, slot, column_scale, group, row_scale, y, products, m, k,
+        x, data, scale, slot, column_scale, group, row_scale, y, row, products, m, k,
         TOP_K=top_k, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two,
         BLOCK_K=block_k, BLOCK_M=block_m, TILES=TILES, num_warps=warps,
     )  # fmt: skip
@@ -41,8 +42,8 @@ def gather_quantize(
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, data_ptr, scale_ptr, slot_ptr, column_scale_ptr, group_ptr, row_scale_ptr, y_ptr, products_ptr, M, K,
-    TOP_K: tl.constexpr, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr, slot_ptr, column_scale_ptr, group_ptr, row_scale_ptr, y_ptr, row_ptr, products_ptr,
+    M, K, TOP_K: tl.constexpr, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     offs_k = tl.arange(0, BLOCK_K)
@@ -51,11 +52,12 @@ def _gather_kernel(
         mask_m = offs_m < M
         mask = mask_m[:, None] & (offs_k < K)[None, :]
         offs = offs_m[:, None] * K + offs_k[None, :]
-        token = offs_m
+        slot, token = offs_m, offs_m
         if y_ptr is not None:  # loaded first, since its rows come from the farthest memory
             y = tl.load(y_ptr + offs, mask, other=0.0)
         if slot_ptr is not None:
-            token = tl.load(slot_ptr + offs_m, mask_m, other=0).to(tl.int64) // TOP_K
+            slot = tl.load(slot_ptr + offs_m, mask_m, other=0).to(tl.int64)
+            token = slot // TOP_K
         x = tl.load(x_ptr + token[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
         scaled = x
         if column_scale_ptr is not None:
@@ -64,7 +66,8 @@ def _gather_kernel(
         if row_scale_ptr is not None:
             scaled *= tl.load(row_scale_ptr + offs_m, mask_m, other=0.0)[:, None]
         if y_ptr is not None:
-            tl.store(products_ptr + offs_m, tl.sum(x * y.to(tl.float32), 1), mask_m)
+            here = tl.load(row_ptr + slot, mask_m, other=-1) >= 0
+            tl.store(products_ptr + slot, tl.where(here, tl.sum(x * y.to(tl.float32), 1), 0.0), mask_m)
         scale = scale_from_amax(amax_bits(scaled, 1), FORMAT_MAX, POWER_OF_TWO)
         tl.store(data_ptr + offs, to_data(scaled * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
         tl.store(scale_ptr + offs_m, scale, mask_m)
