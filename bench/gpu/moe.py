@@ -92,7 +92,7 @@ class TorchaoExperts(Experts):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         slot, row, offsets = sort_by_expert(top_k_index, self.down_proj.shape[0])
-        ends, place = aligned_groups(offsets, len(slot))
+        _, ends, place, _ = aligned_groups(offsets, len(slot))
         numbers = torch.arange(len(place), device=place.device, dtype=torch.int32).where(place >= 0, 0)
         where = torch.zeros_like(slot).scatter_reduce(0, place.clamp(min=0).long(), numbers, "amax")
         n = hidden_states[slot[place.clamp(min=0)] // top_k_index.shape[1]] * (place >= 0).unsqueeze(1)

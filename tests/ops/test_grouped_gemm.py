@@ -69,7 +69,7 @@ def test_the_gradient_of_operands_with_scales_along_the_rows_of_groups(sizes, pa
 def test_no_scale_is_shared_by_rows_of_two_groups(cast):
     sizes = [0, 1, 127, 128, 129]
     x = torch.randn(sum(sizes) + 5, 48)
-    ends, place = ops.aligned_groups(examples.offsets_of(sizes), len(x))
+    _, ends, place, _ = ops.aligned_groups(examples.offsets_of(sizes), len(x))
     q, start = ops.quantize_transposed(x, cast, place), 0
     for size, end in zip(sizes, ends.tolist(), strict=True):
         alone, first = ops.quantize(x[start : start + size].t().contiguous(), cast), end - max(-(-size // 128), 1) * 128

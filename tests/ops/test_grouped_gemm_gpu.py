@@ -73,7 +73,7 @@ def test_gradients_of_ragged_groups(sizes, fast):
     n, k, rows = 96, 64, sum(sizes)
     g, x = (torch.randn(rows, columns).to(torch.float8_e4m3fn) for columns in (n, k))
     scale = torch.rand(len(sizes), n, 1) + 0.1
-    ends, place = aligned_groups(examples.offsets_of(sizes).cuda(), rows)
+    _, ends, place, _ = aligned_groups(examples.offsets_of(sizes).cuda(), rows)
     h, x_t = transpose(g.cuda(), place=place), transpose(x.cuda(), place=place)
     poison()
     dw = grouped_mm_dw(h, scale.cuda(), x_t, ends, fast_accumulation=fast)

@@ -131,9 +131,12 @@ def calls_of_training() -> Iterator[Call]:
     yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
-    for given in ([None] * 4, (ones(8, 4096), slot.view(-1), row, on_cpu(2 * M, 4096, dtype=HALF))):
+    for given in ([None] * 5, (ones(8, 4096), slot.view(-1), row, on_cpu(2 * M, 4096, dtype=HALF), slot)):
         yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, *given)
     yield "permutation", "combine", (rows(4096), slot, ones(M, 2))
+    yield "permutation", "index_slots", (shift, shift.long(), 8)
+    for given in (None, shift):
+        yield "permutation", "index_groups", (torch.zeros(8, dtype=torch.int32), M, 8 * 128 + M, given, 2)
     for mean in (True, False):
         yield "rows", "add_rows", (rows(2048), torch.zeros(2048), mean)
     yield "rows", "word_sums", ([rows(2048), ones(5)],)

@@ -348,6 +348,30 @@ def test_permutations(size, dtype):
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5 * size[3])
 
 
+@pytest.mark.parametrize(("rows", "experts"), [(0, 5), (1, 1), (70_000, 1), (1025, 3000), (100_000, 3000)], ids=str)
+@pytest.mark.parametrize("spread", [1, 2.5, 0.1])
+def test_indices_of_slots_and_groups(rows, experts, spread):
+    """Groups without rows, and experts of other ranks."""
+    chosen = (torch.rand(rows) * spread * experts).int()
+    slot, _, offsets = ops.sort_by_expert(chosen.unsqueeze(1), experts)
+    check("index_slots", (*torch.sort(chosen, stable=True), experts))
+    check("index_groups", (offsets, rows, len(ops.aligned_groups(offsets, rows).place), slot, 8))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_indexes_slots_and_groups(dynamic):
+    def indices(experts):
+        slot, row, offsets = ops.sort_by_expert(experts, 6)
+        return slot, row, *ops.aligned_groups(offsets, slot.shape[0], slot, experts.shape[1])
+
+    compiled = torch.compile(indices, fullgraph=True, dynamic=dynamic)
+    for tokens in (40, 70):
+        experts = torch.randint(9, (tokens, 2))
+        for actual, expected in zip(compiled(experts.cuda()), indices(experts), strict=True):
+            same(actual, expected)
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("computed", [False, True], ids=["given", "computed"])
 def test_compiled_code_searches_in_a_slice_of_offsets(computed):

@@ -35,6 +35,7 @@ from octavo.ops import (
     activation_quantize,
     activation_quantize_scaled,
     activation_scales,
+    aligned_groups,
     append_kv,
     cached_attention,
     combine,
@@ -60,6 +61,7 @@ from octavo.ops import (
     rotate_append,
     row_scales,
     scaled_mm,
+    sort_by_expert,
     transpose,
     turn_heads,
     weight_only_mm,
@@ -208,6 +210,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("transpose", lambda: transpose(zeros(4, 8).to(torch.float8_e4m3fnuz)), False),
     ("fold_scales", lambda: fold_scales(ones(4, 1), ones(4, 1), None), True),
     ("fold_scales", lambda: fold_scales(ones(0, 1), ones(0, 1), None), False),
+    ("index_slots", lambda: sort_by_expert(zeros(0, 2).long(), 3), True),
+    ("index_groups", lambda: aligned_groups(zeros(3, dtype=INT), 0), True),
     ("combine", lambda: combine(ones(4, 8), zeros(2, 2, dtype=INT), None), True),
     ("combine", lambda: combine(ones(4, 0), zeros(2, 2, dtype=INT), None), False),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored()), True),
@@ -429,6 +433,7 @@ UNCHECKED = {
     "weight_only_mm": "w", "grouped_weight_only_mm": "w", "int8_mm": "a b", "scaled_mm": "a b",
     "grouped_mm": "a b", "grouped_mm_dw": "a b", "add_product": "y u b",
     "multiply": "x factor", "fp8_attention": "q_scale k_scale v_scale", "fp8_attention_backward": "scales",
+    "index_slots": "experts order", "index_groups": "slot",
 }  # fmt: skip
 
 

@@ -122,7 +122,8 @@ def test_results_on_the_meta_device(name, values):
             assert (fake.is_contiguous(), real.is_contiguous()) == (True, True)
 
 
-CONSTANTS = {"append_kv": {2}, "rotate_append": {2}, "fp8_attention_backward": {7}}  # sizes that a check demands
+# Sizes that a check demands.
+CONSTANTS = {"append_kv": {2}, "rotate_append": {2}, "fp8_attention_backward": {7}, "gather_quantize": {2}}
 
 
 @each(cases((5, 70)), others(), of_gemm_and_attention(), of_loss())

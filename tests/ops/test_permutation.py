@@ -16,6 +16,7 @@ from octavo.ops import (
     sort_by_expert,
     transpose,
 )
+from octavo.ops.permutation import index_groups_reference, index_slots_reference
 
 TOKENS, TOP_K, EXPERTS, K = 37, 3, 6, 40
 
@@ -52,9 +53,11 @@ def test_the_group_of_each_row(sizes):
 @pytest.mark.parametrize("sizes", [*SIZES.values(), [0, 0, 0]], ids=[*SIZES, "nothing"])
 def test_aligned_groups_hold_their_rows_and_zeros(sizes, spare):
     rows = sum(sizes) + spare
-    ends, place = aligned_groups(offsets_of(sizes), rows)
+    slot = torch.randperm(rows).int()
+    groups = aligned_groups(offsets_of(sizes), rows, slot, TOP_K)
+    expert, ends, place, token = groups
     starts = [0, *ends.tolist()[:-1]]
-    assert (ends.dtype, place.dtype) == (torch.int32, torch.int32)
+    assert {each.dtype for each in groups} == {torch.int32}
     assert len(place) % 16 == 0
     assert ends[-1] <= len(place) <= rows + 16 + 128 * len(sizes)
     for start, end, where in zip(starts, ends.tolist(), rows_of(sizes), strict=True):
@@ -62,6 +65,8 @@ def test_aligned_groups_hold_their_rows_and_zeros(sizes, spare):
         assert end - start == max(128, -(-size // 128) * 128)
         assert place[start:end].tolist() == [*range(where.start, where.stop), *[-1] * (end - start - size)]
     assert (place[ends[-1] :] == -1).all()
+    assert expert.tolist() == [min(e, len(sizes) - 1) for e in group_of_rows(offsets_of(sizes), rows).tolist()]
+    assert token.tolist() == [-1 if m < 0 else int(slot[m]) // TOP_K for m in place.tolist()]
 
 
 def test_the_transpose_places_rows():
@@ -121,23 +126,64 @@ def gathered_by_kernel(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Run where kernels are interpreted."""
     from octavo.ops.kernels.permutation import gather_quantize as kernel
 
-    x, slot, column_scale, group, row_scale, y = given
-    data, *others = kernel(x, Cast(scale="pow2"), slot, TOP_K, column_scale, group, row_scale, y)
+    x, slot, *rest = given
+    data, *others = kernel(x, Cast(scale="pow2"), slot, TOP_K, *rest)
     return data.float(), *others
+
+
+def indexed_by_kernel(name: str, *given: object) -> tuple[torch.Tensor | None, ...]:
+    """Run where kernels are interpreted, with few rows a program, and with other numbers where nothing is written."""
+    from octavo.ops.kernels import permutation as kernel
+
+    torch.use_deterministic_algorithms(True)
+    kernel.BLOCK = 64
+    return getattr(kernel, name)(*given)
+
+
+def assert_equal_indices(actual: tuple[torch.Tensor | None, ...], expected: tuple[torch.Tensor | None, ...]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert (one is None and other is None) or (one.dtype == other.dtype and torch.equal(one, other))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("numbers", [1, 7, 300], ids=lambda n: f"{n} chosen")
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 200])
+@pytest.mark.parametrize("experts", [1, 6, 150])
+def test_the_kernel_indexes_slots(kernels, experts, rows, numbers):
+    """Groups are empty, and experts are of other ranks."""
+    flat = torch.randint(numbers, (rows,), dtype=torch.int32) + (experts // 3 if rows % 2 else 0)
+    given = *torch.sort(flat, stable=True), experts
+    actual = kernels.submit(indexed_by_kernel, "index_slots", *given).result()
+    assert_equal_indices(actual, index_slots_reference(*given))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("with_slots", [False, True])
+@pytest.mark.parametrize("spare", [0, 1, 200])
+@pytest.mark.parametrize(
+    "sizes", [*SIZES.values(), [0], [500], [128, 0, 129, 127, 300], [1, 0, 2] * 25],
+    ids=[*SIZES, "nothing", "one group", "multiples", "many"],
+)  # fmt: skip
+def test_the_kernel_indexes_groups(kernels, sizes, spare, with_slots):
+    offsets, rows = offsets_of(sizes), sum(sizes) + spare
+    places = len(aligned_groups(offsets, rows).place)
+    given = offsets, rows, places, torch.randperm(rows).int() if with_slots else None, TOP_K
+    actual = kernels.submit(indexed_by_kernel, "index_groups", *given).result()
+    assert_equal_indices(actual, index_groups_reference(*given))
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("k", [K, 2080])
 def test_the_kernel_gathers_and_multiplies_by_y(kernels, k):
     """Numbers of E4M3 times powers of two, since the interpreter rounds other numbers in its own way."""
-    slot, _, offsets = sort_by_expert(chosen(), EXPERTS)
+    slot, row, offsets = sort_by_expert(chosen(), EXPERTS - 2)  # others are elsewhere
     group, rows = group_of_rows(offsets, len(slot)), len(slot)
     x, y = torch.randn(TOKENS, k).to(torch.float8_e4m3fn).float(), torch.randn(rows, k)
     x[:, 0] = 448.0
     column_scale = torch.exp2(torch.arange(EXPERTS)).view(-1, 1).expand(-1, k).contiguous()
     row_scale = torch.exp2(torch.randint(-9, 9, (rows, 1)).float())
-    data, scale, products = kernels.submit(gathered_by_kernel, x, slot, column_scale, group, row_scale, y).result()
+    data, scale, products = kernels.submit(gathered_by_kernel, x, slot, column_scale, group, row_scale, y, row).result()
     token = slot // TOP_K
     assert torch.equal(data, x[token])
     assert torch.equal(scale, column_scale[group, :1] * row_scale)
-    torch.testing.assert_close(products, (x[token] * y).sum(1))
+    torch.testing.assert_close(products.view(-1)[slot], torch.where(group < EXPERTS - 2, (x[token] * y).sum(1), 0))

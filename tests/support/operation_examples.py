@@ -118,17 +118,21 @@ def products(x: Tensor) -> Iterator[Example]:
 def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast(),)):
     """Rows of tokens that are sorted by expert: nobody chooses the last one, and some choose one that is elsewhere."""
     torch.manual_seed(0)
-    slot, row, offsets = sort_by_expert(torch.rand(tokens, experts + 1).topk(top_k).indices, experts)
+    chosen = torch.rand(tokens, experts + 1).topk(top_k).indices
+    slot, row, offsets = sort_by_expert(chosen, experts)
     rows = tokens * top_k
+    yield "index_slots", (*torch.sort(chosen.view(-1).int(), stable=True), experts)
     x, y = torch.randn(tokens, k).to(dtype), torch.randn(rows, k).to(dtype)
     group = group_of_rows(offsets, rows).clamp(max=experts - 1)
     factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
     for cast in casts:
-        gathers = (*factors, y), (*factors, None), (*plain, None)
-        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None)):
+        gathers = (*factors, y, row), (*factors, None, None), (*plain, None, None)
+        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None, None)):
             yield "gather_quantize", (given[0], cast.spec, *given[1:])
     yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
-    _, place = aligned_groups(offsets, rows)
+    place = aligned_groups(offsets, rows).place
+    for given in (None, slot):
+        yield "index_groups", (offsets, rows, len(place), given, top_k)
     for shift in (None, torch.randint(0, 20, (rows,), dtype=torch.int32)):
         yield "transpose", (y.to(torch.float8_e4m3fn), shift, place, None)
     y = y.clone()

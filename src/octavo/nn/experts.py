@@ -8,7 +8,7 @@ Every token is computed, however many of them choose one expert: nothing is drop
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa, scattered_signs
 from octavo.ops.dispatch import COLUMNS, runs_experts
+from octavo.ops.permutation import Groups
 from octavo.ops.quantization import joined, matrices
 from octavo.ops.registration import check_tensor
 from octavo.ops.transposition import placed
@@ -201,7 +202,7 @@ class _Experts(torch.autograd.Function):
         recipe: FusableRecipe = ctx.recipe
         x_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
-        dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
+        dout, groups = dout.contiguous(), ops.aligned_groups(offsets, len(slot), slot, row.shape[1])
         factor, folded = weight.float().reshape(-1, 1)[slot], s_out.squeeze(2)
         g, dweight = ops.combine_backward(
             dout, y, row, recipe.dy, slot=slot, column_scale=folded, group=groups.expert,
@@ -227,8 +228,7 @@ class _Experts(torch.autograd.Function):
         in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
         scales = ops.fold_scales(s_n, du.scale, s_in, offsets)
         dn = multiply(call, recipe.dx, rescaled(du, scales.dx), in_t, offsets)  # [M,2F] @ [K,2F]^T
-        tokens = torch.where(groups.place < 0, -1, slot[groups.place.clamp(min=0)] // row.shape[1])
-        n_t = ops.transpose(x_data, place=tokens)
+        n_t = ops.transpose(x_data, place=groups.token)
         dw_in = weight_gradient(recipe, du, scales, n_t, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
         dx = ops.combine(dn, row, None).to(ctx.x_dtype)
         return None, None, dx, dweight.to(ctx.weight_dtype), dw_in, dw_out, *([None] * 7)
@@ -355,19 +355,6 @@ def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 # run, and no tensor is copied. The gradient of an expert without rows is zero.
 
 
-class Groups(NamedTuple):
-    """The groups of rows in a backward pass."""
-
-    expert: Tensor  # int32 [M], the expert of each row, the last one for rows beyond the last group
-    aligned_offsets: Tensor  # as `place`, of `octavo.ops.aligned_groups`
-    place: Tensor
-
-    @classmethod
-    def of(cls, offsets: Tensor, rows: int) -> Self:
-        expert = ops.group_of_rows(offsets, rows).clamp(max=len(offsets) - 1)
-        return cls(expert, *ops.aligned_groups(offsets, rows))
-
-
 def gathered(w: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The bytes and scales of matrices that FSDP2 has gathered so; None for others."""
     return (w.data_bytes, w.scale) if isinstance(w, GatheredWeight) else (None, None)
@@ -460,7 +447,7 @@ class _GroupedLinear(torch.autograd.Function):
             observe_matrices(observer, read_w, b, recipe.y.b, offsets)
             s_w, saved_x = b.scale, a if recipe.fusable else None
         if recipe.dw is not None and recipe.fusable is None and ctx.needs_input_grad[1]:
-            saved_x = by_columns(x, recipe.dw.b, ops.aligned_groups(offsets, len(x))[1], recipe)
+            saved_x = by_columns(x, recipe.dw.b, ops.aligned_groups(offsets, len(x)).place, recipe)
         x_data, s_x = (None, None) if saved_x is None else (saved_x.data, saved_x.scale)
         if recipe.dw is None and ctx.needs_input_grad[1]:
             x_data = x.to(call.dtype)
@@ -476,7 +463,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_w, *_ = ctx.needs_input_grad
         dy, dx, dw, recipe = dy.contiguous(), None, None, call.recipe.fusable
         if recipe is not None:
-            groups, m, folded = Groups.of(offsets, len(x_data)), scale_mantissa(s_x), s_w.squeeze(2)
+            groups, m, folded = ops.aligned_groups(offsets, len(x_data)), scale_mantissa(s_x), s_w.squeeze(2)
             g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
             observe_group(ctx.observer, "dy", "dy", [dy], g, recipe.dy, offsets, s_x=s_x, column_scale=folded)
             scales = ops.fold_scales(s_x, g.scale, s_w, offsets)
@@ -517,7 +504,7 @@ def _dw(dy: Tensor, x_t: Tensor, s_x: Tensor | None, offsets: Tensor, call: Call
     recipe, gemm = call.recipe, call.recipe.dw
     if gemm is None:
         return F.grouped_mm(dy.to(call.dtype).t(), x_t, offs=offsets).to(dtype)  # [N,M_e] @ [M_e,K]
-    ends, place = ops.aligned_groups(offsets, len(dy))
+    _, ends, place, _ = ops.aligned_groups(offsets, len(dy))
     a = by_columns(dy, gemm.a, place, recipe)
     return ops.grouped_mm_dw(  # [N,M_e] @ [K,M_e]^T
         a.data, a.scale, x_t, ends, scale_b=s_x, granularity=a.granularity, out_dtype=dtype, emulate=recipe.emulate

@@ -28,11 +28,12 @@ def gather_quantize_reference(
     group: Tensor | None,
     row_scale: Tensor | None,
     y: Tensor | None,
+    row: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Data and scale of the rows x[slot // top_k] * column_scale[group] * row_scale, and the products [M] of the rows
-    x[slot // top_k] and those of y, each summed; None without y."""
+    """Data and scale of the rows x[slot // top_k] * column_scale[group] * row_scale, and with y and `row` the products
+    [T, top_k] of the rows x[slot // top_k] and those of y, each summed, at their slots; zero where `row` is -1."""
     rows = x.float() if slot is None else x[slot // top_k].float()
-    products = None if y is None else (rows * y.float()).sum(1)
+    products = None if y is None else F.pad((rows * y.float()).sum(1), (0, 1))[row]  # the row -1 is zero
     if column_scale is not None and group is not None:
         rows = rows * column_scale[group]
     return *quantize_reference(rows, cast, None, row_scale, None), products  # type: ignore[return-value]
@@ -74,7 +75,7 @@ def gather_quantize(
         row_scale: float32 [M, 1], multiplied into the rows after that.
     """
     check_row_cast("gather_quantize", cast)
-    data, scale, _ = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale, None)
+    data, scale, _ = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale, None, None)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
@@ -96,12 +97,12 @@ def combine_backward(
     """
     check_row_cast("combine_backward", cast)
     given = slot, row.shape[1], column_scale, group, row_scale
-    data, scale, products = _gather_quantize(dout, cast.spec, *given, y)
-    return QTensor(data, scale, cast.fmt, ROW), torch.where(row < 0, 0, products[row.clamp(min=0)])
+    data, scale, dweight = _gather_quantize(dout, cast.spec, *given, y, row)
+    return QTensor(data, scale, cast.fmt, ROW), dweight
 
 
 def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *factors: Tensor | None) -> None:
-    column_scale, group, row_scale, y = factors
+    column_scale, group, row_scale, y, row = factors
     check_matrix("gather_quantize", x)
     m = x.shape[0] if slot is None else slot.shape[0]
     check_tensor("slot", slot, (m,), torch.int32)
@@ -112,6 +113,7 @@ def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *facto
             raise ValueError("column_scale needs group, the number of its line for each row")
     check_tensor("group", group, (m,), torch.int32)
     check_tensor("y", y, (m, x.shape[1]), *FLOATS)
+    check_tensor("row", row, (m // top_k, top_k), torch.int32)
 
 
 def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
@@ -125,7 +127,7 @@ def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
 def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     m = x.shape[0] if slot is None else slot.shape[0]
     data, scale = x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
-    return data, scale, x.new_empty(0) if rest[-1] is None else x.new_empty(m, dtype=torch.float32)
+    return data, scale, x.new_empty(0) if rest[-1] is None else torch.empty_like(rest[-1], dtype=torch.float32)
 
 
 _gather_quantize = operation(
@@ -155,26 +157,60 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Rows:
     A number of `num_experts` or more is an expert of another rank: its rows come after the last group.
     """
     flat = experts.reshape(-1).int()  # a GPU sorts a byte of the keys in a pass
-    sorted_experts, slot = torch.sort(flat, stable=True)
-    row = torch.empty_like(slot).scatter_(0, slot, torch.arange(len(flat), device=flat.device))
-    ends = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
-    offsets = torch.searchsorted(sorted_experts, ends, right=True, out_int32=True)
-    row = torch.where(flat < num_experts, row, -1)
-    return Rows(slot.to(torch.int32), row.to(torch.int32).view(experts.shape), offsets)
+    slot, row, offsets = _index_slots(*torch.sort(flat, stable=True), num_experts)
+    return Rows(slot, row.view(experts.shape), offsets)
 
 
-def aligned_groups(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Places for the groups in which each has a positive multiple of 128 rows, as `grouped_mm_dw` takes them.
+def index_slots_reference(experts: Tensor, order: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slot, row and offsets of `Rows`, row as [M], from the sorted experts [M] and the slots in this order."""
+    each = torch.arange(experts.shape[0], device=experts.device, dtype=torch.int32)
+    row = torch.empty_like(each).scatter_(0, order, torch.where(experts < num_experts, each, -1))
+    numbers = torch.arange(num_experts, device=experts.device, dtype=torch.int32)
+    return order.int(), row, torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
-    The groups of M = `rows` rows end at `offsets`, int32 [E]. The results are the offsets of the larger groups, int32
-    [E], and the row that lies at each place, int32 [M'], or -1. M' depends on M and E only: M rounded up to a multiple
-    of 16, and 128 for each group.
+
+class Groups(NamedTuple):
+    """The groups of rows in a backward pass, and places for them in which each has a positive multiple of 128 rows."""
+
+    expert: Tensor  # int32 [M], the expert of each row, the last one for rows beyond the last group
+    aligned_offsets: Tensor  # int32 [E], where the larger groups end
+    place: Tensor  # int32 [M'], the row that lies at each place, or -1
+    token: Tensor | None  # int32 [M'], the token of that row, or -1
+
+
+def aligned_groups(offsets: Tensor, rows: int, slot: Tensor | None = None, top_k: int = 1) -> Groups:
+    """The groups of M = `rows` rows that end at `offsets`, int32 [E], with places as `grouped_mm_dw` takes them.
+
+    M' depends on M and E only: M rounded up to a multiple of 16, and 128 for each group. With `slot`, int32 [M], row m
+    is one of token slot[m] // top_k; without it there are no tokens.
     """
+    places = -(-rows // ALIGNMENT) * ALIGNMENT + COLUMNS * offsets.shape[0]
+    return Groups(*_index_groups(offsets, rows, places, slot, top_k))
+
+
+def index_groups_reference(
+    offsets: Tensor, rows: int, places: int, slot: Tensor | None, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Groups`."""
+    last = len(offsets) - 1
     sizes = offsets.diff(prepend=offsets.new_zeros(1))
     aligned = ((sizes + COLUMNS - 1) // COLUMNS).clamp(min=1) * COLUMNS
     ends = aligned.cumsum(0, dtype=torch.int32)
-    places = -(-rows // ALIGNMENT) * ALIGNMENT + COLUMNS * len(offsets)
-    group = group_of_rows(ends, places).clamp(max=len(offsets) - 1)
+    group = group_of_rows(ends, places).clamp(max=last)
     within = torch.arange(places, device=offsets.device, dtype=torch.int32) - (ends - aligned)[group]
-    row = (offsets - sizes)[group] + within
-    return ends, torch.where(within < sizes[group], row, -1).to(torch.int32)
+    place = torch.where(within < sizes[group], (offsets - sizes)[group] + within, -1)
+    token = None if slot is None else F.pad(slot // top_k, (0, 1), value=-1)[place]
+    return group_of_rows(offsets, rows).clamp(max=last), ends, place, token  # type: ignore[return-value]
+
+
+_index_slots = operation(
+    like=lambda experts, order, e: (torch.empty_like(experts), torch.empty_like(experts), experts.new_empty(e)),
+    runs=lambda experts, *rest: has_kernels(experts.device, (8, 0)),
+)(index_slots_reference)
+_index_groups = operation(
+    check=lambda offsets, *rest: check_tensor("offsets", offsets, (offsets.numel(),), torch.int32),
+    like=lambda offsets, rows, places, slot, top_k: tuple(
+        offsets.new_empty(size) for size in (rows, offsets.shape[0], places, 0 if slot is None else places)
+    ),
+    runs=lambda offsets, *rest: has_kernels(offsets.device, (8, 0)),
+)(index_groups_reference)

@@ -392,7 +392,7 @@ def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool]
     fakes = torch.fx.map_arg(V.graph.current_node.args, lambda node: node.meta["val"])
     leaves, spec = tree_flatten(fakes)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    dynamic = not all(isinstance(size, int) for i in where for size in leaves[i].shape)
+    dynamic = any(isinstance(size, torch.SymInt) for leaf in leaves for size in getattr(leaf, "shape", [leaf]))
     if dynamic or not runs_kernels(*fakes):
         return call(*args)
 

@@ -113,6 +113,11 @@ def _check(z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None,
     check_tensor("lse", lse, (z.shape[0],), wide)
 
 
+def _check_gradient(z: Tensor, labels: Tensor, factor: Tensor, lse: Tensor, picked: Tensor, *rest: Any) -> None:
+    _check(z, labels, factor, lse)
+    check_tensor("picked", picked, tuple(lse.shape), lse.dtype)
+
+
 def _like(z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(z.new_empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(2))
 
@@ -133,7 +138,7 @@ cross_entropy = operation(
     runs=lambda z, *_: z.numel() > 0 and z.dtype in FLOATS and has_kernels(z.device, (8, 0)),
 )(cross_entropy_reference)  # fmt: skip
 cross_entropy_gradient = operation(
-    check=_check, like=_like_gradient, runs=lambda z, *_: z.dtype in FLOATS and converts(z, "e4m3")
+    check=_check_gradient, like=_like_gradient, runs=lambda z, *_: z.dtype in FLOATS and converts(z, "e4m3")
 )(cross_entropy_gradient_reference)
 
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
 from octavo.ops.kernels.device_math import add, amax_bits, inverse, scale_from_amax, to_data
+from octavo.ops.kernels.grouped_gemm import DEPTH
 from octavo.ops.launching import allocate, cdiv, row_tile
 from octavo.ops.registration import launcher
 
 BLOCK_K = 2048  # columns of a program of `combine`
+BLOCK = 512  # rows of a program of `index_slots` and `index_groups`
 TILES = 4  # of adjacent rows that a program of `gather_quantize` takes in turn: the scales of columns stay in its cache
 
 
@@ -23,14 +25,15 @@ def gather_quantize(
     group: Tensor | None,
     row_scale: Tensor | None,
     y: Tensor | None,
+    row: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Same as `gather_quantize_reference`, for contiguous tensors. It adds the products in another order."""
     m, k = x.shape[0] if slot is None else slot.shape[0], x.shape[1]
     data, scale = allocate(x, (m, k), cast.fmt.dtype), allocate(x, (m, 1), torch.float32)
-    products = None if y is None else allocate(x, (m,), torch.float32)
+    products = None if row is None else allocate(x, row.shape, torch.float32)
     block_k, block_m, warps = row_tile(k)
     launcher(_gather_kernel, (cdiv(m, TILES * block_m),))(
-        x, data, scale, slot, column_scale, group, row_scale, y, products, m, k,
+        x, data, scale, slot, column_scale, group, row_scale, y, row, products, m, k,
         TOP_K=top_k, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two,
         BLOCK_K=block_k, BLOCK_M=block_m, TILES=TILES, num_warps=warps,
     )  # fmt: skip
@@ -39,8 +42,8 @@ def gather_quantize(
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, data_ptr, scale_ptr, slot_ptr, column_scale_ptr, group_ptr, row_scale_ptr, y_ptr, products_ptr, M, K,
-    TOP_K: tl.constexpr, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr, slot_ptr, column_scale_ptr, group_ptr, row_scale_ptr, y_ptr, row_ptr, products_ptr,
+    M, K, TOP_K: tl.constexpr, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     offs_k = tl.arange(0, BLOCK_K)
@@ -49,11 +52,12 @@ def _gather_kernel(
         mask_m = offs_m < M
         mask = mask_m[:, None] & (offs_k < K)[None, :]
         offs = offs_m[:, None] * K + offs_k[None, :]
-        token = offs_m
+        slot, token = offs_m, offs_m
         if y_ptr is not None:  # loaded first, since its rows come from the farthest memory
             y = tl.load(y_ptr + offs, mask, other=0.0)
         if slot_ptr is not None:
-            token = tl.load(slot_ptr + offs_m, mask_m, other=0).to(tl.int64) // TOP_K
+            slot = tl.load(slot_ptr + offs_m, mask_m, other=0).to(tl.int64)
+            token = slot // TOP_K
         x = tl.load(x_ptr + token[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
         scaled = x
         if column_scale_ptr is not None:
@@ -62,7 +66,8 @@ def _gather_kernel(
         if row_scale_ptr is not None:
             scaled *= tl.load(row_scale_ptr + offs_m, mask_m, other=0.0)[:, None]
         if y_ptr is not None:
-            tl.store(products_ptr + offs_m, tl.sum(x * y.to(tl.float32), 1), mask_m)
+            here = tl.load(row_ptr + slot, mask_m, other=-1) >= 0
+            tl.store(products_ptr + slot, tl.where(here, tl.sum(x * y.to(tl.float32), 1), 0.0), mask_m)
         scale = scale_from_amax(amax_bits(scaled, 1), FORMAT_MAX, POWER_OF_TWO)
         tl.store(data_ptr + offs, to_data(scaled * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
         tl.store(scale_ptr + offs_m, scale, mask_m)
@@ -88,3 +93,65 @@ def _combine_kernel(y_ptr, out_ptr, row_ptr, weight_ptr, K, TOP_K: tl.constexpr,
             part *= tl.load(weight_ptr + t * TOP_K + s)
         total = add(total, part)
     tl.store(out_ptr + t * K + offs_k, total.to(out_ptr.dtype.element_ty), offs_k < K)
+
+
+def index_slots(experts: Tensor, order: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Same as `index_slots_reference`, for contiguous tensors."""
+    m = experts.shape[0]
+    slot, row, offsets = allocate(experts, (m,)), allocate(experts, (m,)), allocate(experts, (num_experts,))
+    launcher(_slots_kernel, (cdiv(m + 1, BLOCK),))(experts, order, slot, row, offsets, m, num_experts, BLOCK=BLOCK)
+    return slot, row, offsets
+
+
+@triton.jit
+def _slots_kernel(experts_ptr, order_ptr, slot_ptr, row_ptr, offsets_ptr, M, E, BLOCK: tl.constexpr):
+    """The groups from the expert of the row before to that of a row end at this row, and those behind at row M."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot, expert = tl.load(order_ptr + row, row < M, other=0), tl.load(experts_ptr + row, row < M, other=E)
+    tl.store(slot_ptr + row, slot.to(tl.int32), row < M)
+    tl.store(row_ptr + slot, tl.where(expert < E, row, -1), row < M)
+    begin = tl.maximum(tl.load(experts_ptr + row - 1, (row > 0) & (row <= M), other=0), 0)
+    end = tl.where(row <= M, tl.minimum(expert, E), 0)
+    for i in range(tl.max(end - begin, 0)):
+        tl.store(offsets_ptr + begin + i, row, begin + i < end)
+
+
+def index_groups(offsets: Tensor, rows: int, places: int, slot: Tensor | None, top_k: int) -> tuple[Tensor | None, ...]:
+    """Same as `index_groups_reference`, for contiguous tensors."""
+    e = offsets.shape[0]
+    expert, ends, place = (allocate(offsets, (size,)) for size in (rows, e, places))
+    token = None if slot is None else allocate(offsets, (places,))
+    given = offsets, slot, expert, ends, place, token, rows, e, places
+    launcher(_groups_kernel, (e, cdiv(places, e * BLOCK)))(*given, TOP_K=top_k, DEPTH=DEPTH, BLOCK=BLOCK)
+    return expert, ends, place, token
+
+
+@triton.jit
+def _groups_kernel(
+    offsets_ptr, slot_ptr, expert_ptr, ends_ptr, place_ptr, token_ptr, M, E, PLACES,
+    TOP_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes a part of a group. The rows and places behind the last group belong to it."""
+    e, part, each = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)  # the places of the groups before
+    for at in range(0, e, BLOCK):
+        start = tl.load(offsets_ptr + at + each - 1, (at + each > 0) & (at + each < e), other=0)
+        size = tl.load(offsets_ptr + at + each, at + each < e, other=0) - start
+        before += tl.where(at + each < e, _align(size, DEPTH), 0)
+    first = tl.sum(before, 0)
+    start, end = tl.load(offsets_ptr + e - 1, e > 0, other=0), tl.load(offsets_ptr + e)
+    end_place = first + _align(end - start, DEPTH)
+    tl.store(ends_ptr + e, end_place)
+    last_row, last_place = tl.where(e == E - 1, M, end), tl.where(e == E - 1, PLACES, end_place)
+    for at in range(part * BLOCK, last_place - first, tl.num_programs(1) * BLOCK):
+        row, place = start + at + each, first + at + each
+        tl.store(expert_ptr + row, tl.zeros_like(row) + e, row < last_row)
+        tl.store(place_ptr + place, tl.where(row < end, row, -1), place < last_place)
+        if slot_ptr is not None:
+            slot = tl.load(slot_ptr + row, row < end, other=0)
+            tl.store(token_ptr + place, tl.where(row < end, slot // TOP_K, -1), place < last_place)
+
+
+@triton.jit
+def _align(size, DEPTH: tl.constexpr):
+    return tl.maximum(tl.cdiv(size, DEPTH), 1) * DEPTH
