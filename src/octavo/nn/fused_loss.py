@@ -165,13 +165,9 @@ def _linear_cross_entropy(
         rows, some = x[start : start + chunk], labels[start : start + chunk]
         z = head.products(rows)
         own = cross_entropy(z, some, None if group or fp8 else wanted, None, scale, cap)
-        if group:
-            lse, picked = _joined(*own, group)
-        else:  # of a label that is none, the loss is NaN
-            lse, picked = (
-                own[0],
-                own[1].masked_fill((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan),
-            )
+        lse, picked = _joined(*own, group) if group else own
+        if not group:  # of a label that is none, the loss is NaN
+            picked = picked.masked_fill((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan)
         total += torch.where(some == IGNORED, 0, lse - picked).sum()
         if wanted is None:
             continue

@@ -189,7 +189,7 @@ def has_kernels(device: Place, lowest: tuple[int, int] = (8, 9)) -> bool:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """True for a GPU whose copy engine (TMA) loads tiles by descriptors, as the kernels were measured."""
+    """True for a Hopper, the only GPU on whose copy engine (TMA) tiles are loaded by descriptors."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 

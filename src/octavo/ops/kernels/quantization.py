@@ -147,7 +147,7 @@ def _rows(
     unrounded = floored or data is None
     unfloored = allocate(scale, scale.shape) if floored else scale
     block_k, block_m, warps = row_tile(k)
-    few = 2 if block_k <= 1024 else 4 if block_k <= 8192 else warps
+    few = 2 if block_k <= 1024 else 4 if block_k <= 8192 else warps  # the fastest on an H200
     launcher(_row_kernel, (sum([cdiv(m, block_m) for m in rows]),))(
         *tensors, *missing, data, unfloored, *optional, *rows, *missing, first_row, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
