@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,15 @@ def test_a_command_that_computes_little_imports_little(name, imported):
 def walk(before: str, call: str, places: dict[str, str], out: Path) -> None:
     """Write the distinct files of octavo in which functions are called. What runs while a module is imported does not
     count."""
-    files, importing = set(), 0
+    files, importing, root = set(), 0, f"{Path(str(find_spec('octavo').origin)).parent}/"
 
     def enter(frame: Any, event: str, _: Any) -> None:
         nonlocal importing
         code = frame.f_code
         if code.co_name == "<module>":
             importing += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not importing and "/octavo/" in code.co_filename:
-            files.add(code.co_filename.rsplit("/octavo/")[-1])
+        elif event == "call" and not importing and code.co_filename.startswith(root):
+            files.add(code.co_filename.removeprefix(root))
 
     names: dict[str, Any] = dict(places)
     exec(before, names)
