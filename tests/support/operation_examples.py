@@ -189,7 +189,8 @@ def of_loss() -> Iterator[Example]:
     for factor, lse, cap in ((None, None, 0.0), (one, torch.ones(5), 0.0), (one, None, 30.0)):
         yield "cross_entropy", (z, labels, factor, lse, 1.0, cap)
     for wanted in product((False, True), repeat=2):
-        yield "cross_entropy_gradient", (z, labels, one, torch.ones(5), torch.zeros(5), 1.0, 30.0, *wanted)
+        lse = torch.full((5,), 40.0)  # above all logits
+        yield "cross_entropy_gradient", (z, labels, one, lse, torch.zeros(5), 1.0, 30.0, *wanted)
     x, w = (matrix((n, 32), torch.bfloat16) for n in (5, 40))
     yield "multiply", (x, 0.5 * one)
     for wants_x, wants_w in product((False, True), repeat=2):
