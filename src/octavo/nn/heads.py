@@ -18,17 +18,20 @@ from octavo.ops import turn_heads
 
 
 def turning(attention: Any, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """What computes the same as `attention`, a module, for these arguments: itself, or the copy of its forward."""
-    renamed = arguments.get("past_key_values") is not None  # before 5.24 its name, and then renamed around the forward
+    """`attention`, a module, or a copy of its forward, which computes the same for these arguments."""
+    forward = type(attention).forward
+    # From transformers 5.24 on a wrapper of the forward takes the old name of `cache`. The copy has no wrapper.
+    renamed = arguments.get("past_key_values") is not None and hasattr(forward, "__wrapped__")
     if renamed or torch.compiler.is_compiling() or not torch.is_grad_enabled() or watched(attention):
         return attention  # type: ignore[no-any-return, unused-ignore]
-    forward = _copied(type(attention).forward)
-    return attention if forward is None else partial(forward, attention)
+    copy = _copied(forward)
+    return attention if copy is None else partial(copy, attention)
 
 
 @cache
 def _copied(forward: Any) -> FunctionType | None:
-    """None unless the forward, what wraps it and what it calls are transformers' own: other libraries replace these."""
+    """None unless the forward, its wrapper and the function that it calls are transformers' own: other libraries
+    replace these."""
     own, name = inspect.unwrap(forward), "apply_rotary_pos_emb"
     homes = [getattr(function, "__globals__", {}).get("__name__", "") for function in (forward, own)]
     theirs = own.__globals__.get(name) if all(home.startswith("transformers.") for home in homes) else None

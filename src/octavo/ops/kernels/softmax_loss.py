@@ -173,7 +173,7 @@ def _tile(
     z_ptr, labels_ptr, lse_ptr, picked_ptr, first, offs_v, T, V, SCALE: tl.constexpr, CAP: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """g of rows from `first` on, but for its factor, and 1 - p of their labels. Zeros outside of the matrix.
+    """g without its factor, of rows from `first` on, and 1 - p of their labels. Zeros outside of the matrix.
 
     An element takes few instructions: its row's lse is scaled before, and the label's g computed once.
     """
