@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo.numerics.qtensor import Granularity
+from octavo.ops import cublaslt
 from octavo.ops.dispatch import MX, SQUARE, STRIP
 from octavo.ops.launching import Operands
 
@@ -40,14 +41,17 @@ def scaled_mm_cublaslt(
     rows, cols = (32, 128) if AMD and by_a == MX else (ALIGNMENT, ALIGNMENT)
     a, scale_a = _pad(a, scale_a, by_a, 1 if by_a.outer else rows, cols)
     b, scale_b = _pad(b, scale_b, by_b, rows, cols)
-    scale_a, scale_b = _scale(scale_a, by_a), _scale(scale_b, by_b, right=True)
     if by_a.outer:
         takes_bias = out_dtype == torch.bfloat16 and b.shape[0] == n and not AMD
         added, bias = (bias.to(out_dtype), None) if bias is not None and takes_bias else (None, bias)
-        y = torch._scaled_mm(
-            a, b.t(), scale_a, scale_b, bias=added, out_dtype=out_dtype, use_fast_accum=fast_accumulation
-        )
+        y = cublaslt.scaled_mm(a, b, scale_a, scale_b, added, out_dtype, fast_accumulation)
+        if y is None:
+            y = torch._scaled_mm(
+                a, b.t(), _scale(scale_a, by_a), _scale(scale_b, by_b, right=True),
+                bias=added, out_dtype=out_dtype, use_fast_accum=fast_accumulation,
+            )  # fmt: skip
     else:
+        scale_a, scale_b = _scale(scale_a, by_a), _scale(scale_b, by_b, right=True)
         swizzle = SwizzleType.SWIZZLE_32_4_4 if by_a == MX and not AMD else SwizzleType.NO_SWIZZLE
         y = F.scaled_mm(
             a, b.t(), scale_a, _RECIPES[by_a], scale_b, _RECIPES[by_b], swizzle_a=swizzle, swizzle_b=swizzle,
