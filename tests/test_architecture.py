@@ -144,7 +144,7 @@ IMPORTS = {name: imports_of(source, set(SOURCES)) for name, source in SOURCES.it
 KERNELS = {name for name in SOURCES if name.startswith("octavo.ops.kernels.")}
 # An operation's file has its checks, its reference and the registered function. What operations and kernels both
 # import registers, launches and chooses, and holds constants, but computes nothing; the tiles are of kernels alone.
-SHARED = {"octavo.ops.launching", "octavo.ops.registration", "octavo.ops.library_gemms"}
+SHARED = {f"octavo.ops.{name}" for name in ("launching", "registration", "library_gemms", "cublaslt")}
 TILES = {"octavo.ops.attention_tiles"}
 OPERATIONS = {
     name
