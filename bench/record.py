@@ -1,17 +1,24 @@
 """The files of bench/results. Each begins with the machine, the versions and the commit."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.speed import facts
+from octavo import speed
 from octavo.util import installed
 
 __all__ = ["QUICK", "RESULTS", "before", "facts", "installed", "rows_before", "write"]
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = "--quick" in sys.argv  # a benchmark at its smallest size, which writes nothing
+
+
+def facts() -> dict[str, Any]:
+    """Of `octavo.speed`. OCTAVO_COMMIT names the commit where the sources are a copy."""
+    found = speed.facts()
+    return found | {"commit": os.environ.get("OCTAVO_COMMIT") or found["commit"]}
 
 
 def before(name: str) -> dict[str, Any]:

@@ -98,9 +98,8 @@ def everything(runner: Runner) -> list[torch.Tensor]:
 @benchmark()
 def main(_: Options) -> Results:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic GEMMs need it
-    torch._dynamo.config.automatic_dynamic_shapes = (
-        False  # the large stack must not be compiled for any number of tokens
-    )
+    # The large stack must not be compiled for any number of tokens.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     equal = small_equality(config=replace(CONFIG, layers=1), tokens=sized(1024, 32))
     assert all(equal.values()), equal
     result = measure()

@@ -122,7 +122,7 @@ def test_wrong_results_end_a_benchmark(capsys: pytest.CaptureFixture[str], monke
 # --- The layer and the stack -----------------------------------------------------------------------------------
 
 
-def test_cells_of_another_commit_are_measured_again(results: Path) -> None:
+def test_cells_of_another_commit_are_measured_again(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer.measured_before() == []
     assert len(set(layer.order())) == 216
     path = record.write("gpu_layer", {"cells": [{"m": 16}]})
@@ -130,6 +130,8 @@ def test_cells_of_another_commit_are_measured_again(results: Path) -> None:
         found = json.loads(path.read_text())
         path.write_text(json.dumps(found | {"machine": found["machine"] | change}))
         assert layer.measured_before() == expected
+    monkeypatch.setenv("OCTAVO_COMMIT", "0123abcd")
+    assert record.facts()["commit"] == "0123abcd"
 
 
 def test_plain_and_fused_blocks_compute_the_same() -> None:

@@ -9,7 +9,6 @@ in BF16 the FP8 is that of `rowwise`.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -314,10 +313,8 @@ def rounded(losses: list[Tensor]) -> list[float]:
 
 
 def write_run(path: Path, learner: Learner, facts: Mapping[str, Any]) -> None:
-    """Write a run's file, with the machine; OCTAVO_COMMIT names the commit where the sources are a copy."""
-    machine = record.facts()
-    machine["commit"] = os.environ.get("OCTAVO_COMMIT") or machine["commit"]
+    """Write a run's file, with the machine."""
     parameters = sum(p.numel() for p in learner.model.parameters())
-    shared = {"machine": machine, "mode": learner.mode, "parameters": parameters, "converted": learner.converted}
+    shared = {"machine": record.facts(), "mode": learner.mode, "parameters": parameters, "converted": learner.converted}
     replace_file(path, json.dumps(shared | dict(facts)) + "\n")
     print(f"{path.stem} after {facts.get('seconds', 0):.0f} s", flush=True)
