@@ -62,20 +62,20 @@ def quantized_by_kernel(z: Tensor, labels: Tensor, *formula: float) -> tuple[Ten
     return gradient(z, labels, torch.tensor(FACTOR), *kernel(z, labels, None, None, *formula), *formula, True, True)
 
 
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=pytest.mark.triton)])
-def run(request):
-    if request.param == "reference":
-        return by_reference
-    pool = request.getfixturevalue("kernels")
-    return lambda *args: pool.submit(by_kernel, *args).result()
+def either(reference, kernel):
+    """A fixture: `reference`, and `kernel` in the interpreter."""
+
+    @pytest.fixture(params=["reference", pytest.param("kernel", marks=pytest.mark.triton)])
+    def chosen(request):
+        if request.param == "reference":
+            return reference
+        pool = request.getfixturevalue("kernels")
+        return lambda *args: pool.submit(kernel, *args).result()
+
+    return chosen
 
 
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=pytest.mark.triton)])
-def quantized(request):
-    if request.param == "reference":
-        return quantized_by_reference
-    pool = request.getfixturevalue("kernels")
-    return lambda *args: pool.submit(quantized_by_kernel, *args).result()
+run, quantized = either(by_reference, by_kernel), either(quantized_by_reference, quantized_by_kernel)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)

@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
 from octavo.ops.kernels.device_math import SMALLEST_SCALE, WIDEN_FP16, ceil_power_of_two, inverse
-from octavo.ops.kernels.rotary import rotate_append_kernel
+from octavo.ops.kernels.rotary import rotate_append_kernel, tile_of
 from octavo.ops.launching import Cache, allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
@@ -344,11 +344,10 @@ def append_kv(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     largest, limit = LARGEST.get(cache.keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(cache.keys.dtype, 0.0)
     batch, kv_heads, num_new, dim = k.shape
-    block_d = max(power_of_two_above(dim), 16)
-    block_t = max(1, min(power_of_two_above(num_new), 2048 // block_d))
-    launcher(rotate_append_kernel, (2 * batch * kv_heads, cdiv(num_new, block_t)))(
+    tile = tile_of(num_new, dim) | {"num_warps": 4}
+    launcher(rotate_append_kernel, (2 * batch * kv_heads, cdiv(num_new, tile["BLOCK_T"])))(
         k, k, v, None, None, None, None, *cache, clipped, None, None,
         0, 0, 0, *k.stride()[:3], *v.stride()[:3], num_new, cache.keys.shape[2],
         HEADS=0, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=True, EPS=0.0,
-        LARGEST=largest, LIMIT=limit, INVERSE=False, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
+        LARGEST=largest, LIMIT=limit, INVERSE=False, **tile,
     )  # fmt: skip

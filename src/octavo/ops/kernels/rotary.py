@@ -32,7 +32,7 @@ def rotate_append(
     heads = width // dim
     rotated = allocate(q, (batch, tokens, heads, dim))
     kept = allocate(k, (batch, tokens, kv_heads, dim)) if keep_k else None
-    tile = _tile(tokens, dim)
+    tile = tile_of(tokens, dim)
     launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
         q, k, v, cos, sin, turn.q_norm, turn.k_norm, *cache, clipped, rotated, kept,
         q.stride(0), dim, q.stride(1), k.stride(0), dim, k.stride(1), v.stride(0), dim, v.stride(1), tokens, capacity,
@@ -47,7 +47,7 @@ def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) ->
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     (batch, heads, tokens, dim), kv_heads = q.shape, k.shape[1]
     turned = allocate(q, (batch, tokens, heads, dim)), allocate(k, (batch, tokens, kv_heads, dim))
-    tile = _tile(tokens, dim)
+    tile = tile_of(tokens, dim)
     launcher(rotate_append_kernel, (batch * (heads + kv_heads), cdiv(tokens, tile["BLOCK_T"])))(
         q, k, None, cos, sin, *[None] * 8, *turned, *q.stride()[:3], *k.stride()[:3], 0, 0, 0, tokens, 0,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=0.0, LARGEST=0.0, LIMIT=0.0,
@@ -56,7 +56,8 @@ def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) ->
     return turned
 
 
-def _tile(tokens: int, dim: int) -> dict[str, int]:
+def tile_of(tokens: int, dim: int) -> dict[str, int]:
+    """The tile of a program, and its warps."""
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
     return {"BLOCK_T": block_t, "BLOCK_D": block_d, "num_warps": max(1, min(4, block_t * block_d // 128))}
