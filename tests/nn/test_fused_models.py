@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from linear_examples import converted_model
+from operation_counts import operations
 from ranks import run_ranks
 from support.live_memory import LiveMemory
 from torch import nn
@@ -110,6 +111,33 @@ def test_the_loss_and_the_gradients_are_those_of_transformers(name, more):
     check(found, expected)
     assert output.logits is None
     assert list(output) == [key for key in whole if key != "logits"]
+
+
+@pytest.mark.parametrize("name", ["tied", "gpt2"])
+def test_gradients_of_tokens_are_added_to_that_of_a_tied_head(name):
+    """Repeated tokens and padding among them. No second gradient of the weight's size is made."""
+    ids = batch()["input_ids"]
+    ids[:, 5:9], ids[1, -6:] = 7, 0
+
+    def made(loss_of):
+        """The gradients, and how many are made of an embedding alone."""
+        model.zero_grad()
+        loss = loss_of(model(ids, labels=ids, output_hidden_states=True))
+        count = operations(loss.backward)["aten::embedding_dense_backward"]
+        return count, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    def without_head(output):
+        return output.hidden_states[-1].square().sum()
+
+    model = make(name)
+    (more, expected), (most, others) = made(lambda output: output.loss), made(without_head)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    (fewer, found), (same, found_others) = made(lambda output: output.loss), made(without_head)
+    check(found, expected)
+    check(found_others, others)
+    assert (fewer, same) == (more - 1, most)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert made(lambda output: output.loss)[0] == more
 
 
 def test_shifted_labels_and_another_number_for_ignored_ones():
@@ -275,10 +303,10 @@ def test_it_compiles_as_a_whole_and_layer_by_layer(name):
     check(gradients(model)[0], expected)
 
 
-def sharded_gradients(rank):
+def sharded_gradients(rank, name):
     found = []
-    for own_unit in (False, True):
-        model = converted_model(make("granite"), "bf16", fuse_loss=True)
+    for own_unit in (False, True)[: 1 if name == "tied" else 2]:
+        model = converted_model(make(name), "bf16", fuse_loss=True)
         for layer in model.model.layers:
             fully_shard(layer)
         if own_unit:
@@ -290,9 +318,10 @@ def sharded_gradients(rank):
 
 
 @pytest.mark.slow
-def test_fsdp_gathers_the_weight_where_the_loss_is_computed():
-    expected, _ = gradients(make("granite"))
-    for found in run_ranks(2, sharded_gradients):
+@pytest.mark.parametrize("name", ["granite", "tied"])
+def test_fsdp_gathers_the_weight_where_the_loss_is_computed(name):
+    expected, _ = gradients(make(name))
+    for found in run_ranks(2, sharded_gradients, name):
         for by_name in found:
             check({name: torch.from_numpy(array) for name, array in by_name.items()}, expected)
 

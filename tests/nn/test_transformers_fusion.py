@@ -66,6 +66,36 @@ def test_fused_is_what_the_layers_are_one_by_one(name):
         assert sqnr(exact_gradients[key], gradient) > EXACT_GRADIENTS_DB, key
 
 
+def test_the_gradient_of_the_residual_stream_is_added_in_the_norms():
+    model = converted_model(make_decoder("llama"), "rowwise")
+    layer, x = model.model.layers[1], torch.randn(2, 5, model.config.hidden_size, requires_grad=True)
+    y = layer(x, position_embeddings=model.model.rotary_emb(x, torch.arange(5)[None]))
+    assert not operations(lambda: y.backward(torch.ones_like(y)))["aten::add.Tensor"]
+
+
+@each
+def test_a_norm_that_feeds_no_quantized_layer_rounds_once_in_training(name):
+    model = converted_model(make_decoder(name).bfloat16(), "rowwise")
+    norm, x = model.model.norm, torch.randn(2, 5, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    norm.weight.data.uniform_(0.5, 2)
+    exact_x, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    exact = nn.functional.rms_norm(exact_x, weight.shape, weight, norm.variance_epsilon)
+    y, dy = norm(x), torch.randn(x.shape).bfloat16()
+    y.backward(dy)
+    exact.backward(dy.double())
+    assert (y == exact.bfloat16()).float().mean() > 0.99
+    for actual, expected in ((x.grad, exact_x.grad), (norm.weight.grad, weight.grad)):
+        assert sqnr(expected, actual) > QUANTIZED_DB
+    octavo.restore(model)
+    theirs = norm(x)
+    assert (theirs == exact.bfloat16()).float().mean() < 0.95
+    octavo.convert(model, "rowwise")
+    with torch.no_grad():
+        assert torch.equal(norm(x), theirs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(x).dtype == torch.bfloat16
+
+
 def turns(call: Callable[[], object]) -> int:
     return operations(call)["octavo::turn_heads"]
 

@@ -24,7 +24,7 @@ from octavo.nn.attention_layers import (
 )
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
-from octavo.nn.fused_loss import HeadRecipe, LossHead, LossModel, find_loss, join_loss
+from octavo.nn.fused_loss import HeadRecipe, LossEmbedding, LossHead, LossModel, find_loss, join_loss
 from octavo.nn.fused_modules import SILU, DecoderLayer, FusedModule, NormLinear, SwiGLU, fuse_blocks, mark_saved_inputs
 from octavo.nn.linear import CONVOLUTIONS, OURS, Conv1D, RecipeLayer, convert_layer, is_gemm, reads_image, restore_layer
 from octavo.nn.module_tools import (
@@ -134,7 +134,7 @@ def convert(
     if attention not in ("bf16", "fp8"):
         raise ValueError(f"attention must be 'bf16' or 'fp8', got {attention!r}")
     for module in list(model.modules()):
-        if isinstance(module, LossModel | LossHead):
+        if isinstance(module, LossModel | LossHead | LossEmbedding):
             unmix(module)
     loss = find_loss(model) if fuse_loss else None
     products, experts = select_products(model, skip), find_experts(model)
@@ -424,7 +424,7 @@ def restore(model: nn.Module) -> list[str]:
     `convert_to_float8_training` made of `nn.Linear` become such again.
 
     Returns:
-        The names of the restored modules: linear layers, and the modules that ran them fused.
+        The names of the restored modules: linear layers, the modules that ran them fused, and norms.
 
     Raises:
         TypeError: `model` is no module.

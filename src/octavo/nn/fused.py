@@ -315,11 +315,16 @@ class FusedInput:
         total, q, mean, rstd = ops.norm_quantize(x, residual, gamma, beta, norm.eps, cast, center=norm.center)
         return cls(total, q, (total, mean, rstd, gamma, beta), info)
 
-    def outputs(self, y: Tensor) -> tuple[Tensor, ...]:
-        """y [T, N] as [..., N] where it has the rows of x, and x + residual [..., K] where there is a residual."""
+    def outputs(self, y: Tensor, x_is_trained: bool) -> tuple[Tensor, ...]:
+        """y [T, N] as [..., N] where it has the rows of x, and x + residual [..., K] where there is a residual.
+
+        Without one, x itself may follow: the residual stream then takes it from here, and the backward pass of the norm
+        adds the gradient of the stream. Dynamo does not trace such a result.
+        """
         if len(y) == len(self.total):
             y = shaped(y, self.info.shape)
-        return (y, shaped(self.total, self.info.shape)) if self.info.has_residual else (y,)
+        passes_x = self.info.norm is not None and x_is_trained and not torch.compiler.is_dynamo_compiling()
+        return (y, shaped(self.total, self.info.shape)) if self.info.has_residual or passes_x else (y,)
 
     @property
     def source(self) -> tuple[str, list[Tensor]]:
@@ -470,7 +475,7 @@ class _Fused(torch.autograd.Function):
         x = given.total if norm is None and a_in is not None else None
         kept_in = n_data, s_n, w_in.scale, layers[4], a_in, b_in, read_in, x
         ctx.save_for_backward(*kept_in, *kept, *given.saved, *inner.weights)
-        return given.outputs(y)
+        return given.outputs(y, ctx.needs_input_grad[4])
 
     @staticmethod
     @differentiable_once

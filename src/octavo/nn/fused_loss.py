@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
-from octavo.nn.module_tools import mix_into, unsupported
+from octavo.nn.module_tools import differentiable_once, mix_into, unsupported
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
@@ -344,6 +344,7 @@ class Task:
     ignore_index: int = -100
     loss: Tensor | None = None
     logits: object = None  # what the model takes for its logits
+    tied: Tensor | None = None  # the weight that a `LossEmbedding` passes to the head
 
     def run(self, x: Tensor, weight: Tensor, head: Head, chunk: int, recipe: HeadRecipe) -> Tensor:
         """Compute the loss; returns what takes the place of the logits."""
@@ -396,15 +397,64 @@ class LossHead:
 
     def forward(self, x: Tensor) -> Tensor:
         if self.task is not None:
-            return self.task.run(x, self.weight, *self.options)
+            return self.task.run(x, self.weight if self.task.tied is None else self.task.tied, *self.options)
         return super().forward(x)  # type: ignore[misc]  # of the head's own class
+
+
+class LossEmbedding:
+    """Mixed into the embedding of a model whose loss is fused, where the head has the same weight [V, K].
+
+    The head gets the weight from here, so that its gradient comes back here, and the gradients of the tokens are added
+    to their rows of it. Otherwise autograd makes a second gradient of the weight's size, zero in most rows.
+    """
+
+    added: ClassVar[tuple[str, ...]] = ("task",)
+    task: Task | None
+    weight: Tensor
+    padding_idx: int | None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        plain = self.weight.requires_grad and not (hasattr(self.weight, "device_mesh") or torch.compiler.is_compiling())
+        if self.task is None or not plain:
+            return super().forward(tokens)  # type: ignore[misc]
+        y, self.task.tied = _TiedEmbedding.apply(self.weight, tokens, self.padding_idx)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _TiedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.padding = len(weight), padding
+        return F.embedding(tokens, weight), weight
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        if dw is None:  # of a loss that the head does not compute
+            padding = -1 if ctx.padding is None else ctx.padding
+            dw = torch.ops.aten.embedding_dense_backward(dy, tokens, ctx.rows, padding, False)
+        elif dy is not None:
+            tokens, dy = tokens.flatten(), dy.flatten(0, -2)
+            if ctx.padding is not None:
+                dy = dy.masked_fill((tokens == ctx.padding).unsqueeze(1), 0)
+            tokens, order = tokens.sort(stable=True)
+            group = (tokens.diff(prepend=tokens[:1]) != 0).cumsum(0)  # of equal tokens: groups 0, 1, ..., some empty
+            sizes = torch.zeros_like(group).scatter_add_(0, group, torch.ones_like(group))
+            sums = torch.segment_reduce(dy[order].float(), "sum", lengths=sizes, unsafe=True)
+            # Row 0 stands for the empty groups, whose sums are zero.
+            dw.index_add_(0, torch.zeros_like(group).scatter_(0, group, tokens), sums.to(dw.dtype))
+        return dw, None, None
 
 
 class LossModel:
     """Mixed into a causal model whose head is a `LossHead`."""
 
-    added: ClassVar[tuple[str, ...]] = ("loss_head",)
+    added: ClassVar[tuple[str, ...]] = ("loss_head", "loss_embedding")
     loss_head: str
+    loss_embedding: str  # of a `LossEmbedding`, or ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -438,11 +488,16 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
         head.task = task = Task(shifted, kwargs.get("num_items_in_batch"), ignore)
+        embedding = self.get_submodule(self.loss_embedding) if self.loss_embedding else None
+        if isinstance(embedding, LossEmbedding) and embedding.weight is head.weight:
+            embedding.task = task
         self._loss_function = task.result  # what a model of transformers calls, if it is there
         try:
             output = theirs(self, *args, **kwargs)
         finally:
             head.task = None
+            if isinstance(embedding, LossEmbedding):
+                embedding.task = None
             del self._loss_function
         if place is None:
             return task.loss
@@ -485,3 +540,15 @@ def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
     module = owner.get_submodule(head.name)
     mix_into(module, LossHead)
     module.task, module.options = None, (head, CHUNK, recipe)
+    found = (name for name, each in owner.named_modules() if _adds_rows(each) and each.weight is module.weight)
+    owner.loss_embedding = next(found, "")
+    if owner.loss_embedding:
+        embedding = owner.get_submodule(owner.loss_embedding)
+        mix_into(embedding, LossEmbedding)
+        embedding.task = None
+
+
+def _adds_rows(module: Any) -> bool:
+    """True for an embedding the gradient of whose weight is the sum of those of its tokens."""
+    special = ("scale_grad_by_freq", "sparse", "max_norm")
+    return type(module) is nn.Embedding and not any(getattr(module, name) for name in special)

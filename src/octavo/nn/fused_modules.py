@@ -365,6 +365,8 @@ def fuse_decoder_layers(model: nn.Module) -> None:
             mlp: Any = module.mlp
             mlp.weight_cache = WeightCache()
             mix_into(mlp, SwiGLU)
+        elif is_fusable(type(module).__name__, "RMSNorm"):
+            mix_into(module, TrainedNorm)
 
 
 def is_known(layer: Any) -> bool:
@@ -373,6 +375,23 @@ def is_known(layer: Any) -> bool:
         return False
     norms = all(is_fusable(type(layer.get_submodule(name)).__name__, "RMSNorm") for name in LLAMA.norms)
     return norms and is_fusable(class_name(layer.mlp), "MLP") and type(layer.mlp.act_fn).__name__ in SILU
+
+
+class TrainedNorm(nn.Module):
+    """A norm of transformers, which feeds no quantized layer, in PyTorch's one pass and two for its gradient.
+
+    transformers' operations take eight and thirteen. Without gradients these run, since they round twice.
+    """
+
+    added: ClassVar[tuple[str, ...]] = ()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        plain = (
+            x.dtype == self.weight.dtype and not hasattr(x, "device_mesh") and not hasattr(self.weight, "device_mesh")
+        )
+        if not (plain and torch.is_grad_enabled()):
+            return super().forward(x)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon).to(x.dtype)  # autocast widens it
 
 
 class DecoderLayer(nn.Module):
@@ -389,7 +408,7 @@ class DecoderLayer(nn.Module):
             fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
         if fused is None:
             return super().forward(hidden_states, *args, **kwargs)
-        q, k, v = fused[0]
+        (q, k, v), hidden_states = fused
         # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
         projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
         attention, _ = turning(attend, kwargs)(hidden_states=projections, **kwargs)
@@ -436,7 +455,8 @@ class VisionBlock(nn.Module):
         fused = None if watched(attend) or watched(child(self, "mlp")) else qkv.fused(x)
         if fused is None:
             return super().forward(x, *args, **kwargs)
-        attention = attend(PrecomputedProjections(x, qkv.inner, fused[0]), *args, **kwargs)
+        outputs, x = fused
+        attention = attend(PrecomputedProjections(x, qkv.inner, outputs), *args, **kwargs)
         attention = self.drop_path1(self.ls1(attention))
         y, total = child(self, "fused_mlp").run(x, child(self, "norm2"), attention)
         return total + self.drop_path2(self.ls2(y))

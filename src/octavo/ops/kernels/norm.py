@@ -17,7 +17,7 @@ from octavo.ops.kernels.device_math import add, amax_bits, column, inverse, row_
 from octavo.ops.launching import allocate, cdiv, multiprocessors, row_tile
 from octavo.ops.registration import launcher
 
-PROGRAMS_PER_SM = 4  # of the backward pass
+WARPS_PER_SM = 32  # of the backward pass, in programs of 4 to 16
 
 
 def norm_quantize(
@@ -88,10 +88,11 @@ def norm_backward(
     """Same as `norm_backward_reference`, for contiguous tensors."""
     m, k = x.shape
     dx = allocate(x, x.shape)
-    programs = min(m, PROGRAMS_PER_SM * multiprocessors(x.device))
+    block_k = row_tile(k)[0]
+    warps = min(max(block_k // 256, 4), 16)
+    programs = min(m, WARPS_PER_SM // warps * multiprocessors(x.device))
     partials = allocate(x, (programs, 2 * k if center else k), torch.float32)  # of dweight, then of dbias
     dweight, dbias = (allocate(x, (size,), weight.dtype) for size in (k, k if center else 0))
-    block_k, _, warps = row_tile(k)
     launcher(_backward_kernel, (programs,))(
         dn, x, weight, mean, rstd, residual, dx, partials, m, k, CENTER=center, BLOCK_K=block_k, num_warps=warps
     )

@@ -11,7 +11,7 @@ from octavo.ops.kernels.grouped_gemm import DEPTH
 from octavo.ops.launching import allocate, cdiv, row_tile
 from octavo.ops.registration import launcher
 
-BLOCK_K = 2048  # columns of a program of `combine`
+BLOCK_K = 1024  # columns of a program of `combine`
 BLOCK = 512  # rows of a program of `index_slots` and `index_groups`
 TILES = 4  # of adjacent rows that a program of `gather_quantize` takes in turn: the scales of columns stay in its cache
 
@@ -31,7 +31,9 @@ def gather_quantize(
     m, k = x.shape[0] if slot is None else slot.shape[0], x.shape[1]
     data, scale = allocate(x, (m, k), cast.fmt.dtype), allocate(x, (m, 1), torch.float32)
     products = None if row is None else allocate(x, row.shape, torch.float32)
-    block_k, block_m, warps = row_tile(k)
+    block_k = row_tile(k)[0]
+    # Smaller tiles than those of quantization alone, so that more programs wait for far rows (H200).
+    block_m, warps = max(1, 2048 // block_k), max(2, block_k // 1024)
     launcher(_gather_kernel, (cdiv(m, TILES * block_m),))(
         x, data, scale, slot, column_scale, group, row_scale, y, row, products, m, k,
         TOP_K=top_k, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two,
@@ -77,7 +79,7 @@ def combine(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
     """Same as `combine_reference`, for contiguous tensors."""
     (t, top_k), k = row.shape, y.shape[1]
     out = allocate(y, (t, k))
-    launcher(_combine_kernel, (t, cdiv(k, BLOCK_K)))(y, out, row, weight, k, TOP_K=top_k, BLOCK_K=BLOCK_K, num_warps=4)
+    launcher(_combine_kernel, (t, cdiv(k, BLOCK_K)))(y, out, row, weight, k, TOP_K=top_k, BLOCK_K=BLOCK_K, num_warps=8)
     return out
 
 
