@@ -134,7 +134,7 @@ def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     sqnr = {mode: harness.each_decibels(exact, found) for mode, found in gradients.items() if found and mode != BASE}
     del gradients, exact
     peaks = {mode: harness.peak_of(step, 0) / 2**30 for mode, step in steps.items()}
-    times = harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1)
+    times = harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1)
     speeds = harness.rows_of(times, BASE, "speed")
     rows = {mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)} for mode, row in speeds.items()}
     for mode, row in rows.items():

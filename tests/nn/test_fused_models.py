@@ -20,6 +20,7 @@ from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.nn.fused_loss import Head, find_head
 
 transformers = pytest.importorskip("transformers")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 
 VOCABULARY, TOKENS = 300, 24
 SIZES = {
@@ -226,6 +227,31 @@ def test_the_model_is_copied_pickled_restored_and_called_as_before():
     assert type(model) is before
     assert type(model.lm_head) is nn.Linear
     check(gradients(model)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_transformers_looks_for_packed_sequences_where_positions_are_given_alone(monkeypatch):
+    """It waits for the GPU then."""
+    seen, find = [], masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda p: seen.append(p) or find(p))
+    model = make("llama")
+    expected, whole = gradients(model, use_cache=False)
+    assert seen
+    octavo.convert(model, fuse_loss=True)
+    seen.clear()
+    found, output = gradients(model, use_cache=False)
+    assert list(output) == [key for key in whole if key != "logits"]
+    assert len(model(**batch(), use_cache=False, return_dict=False)) == 1
+    assert not seen
+    assert abs(found["loss"] - expected["loss"]) < 1e-2
+    packed = torch.arange(TOKENS).expand(2, -1) % 12
+    loss = model(**batch(), use_cache=False, position_ids=packed).loss
+    assert seen
+    assert loss != found["loss"]
+    masked = model(**batch(), attention_mask=torch.ones(2, TOKENS), use_cache=False).loss
+    assert torch.equal(masked, found["loss"])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(gradients(model, use_cache=False)[0]["loss"], found["loss"])
 
 
 def test_a_later_conversion_without_it_undoes_it():

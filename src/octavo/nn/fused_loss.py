@@ -13,10 +13,11 @@ With tensor parallelism each rank has the rows of w of its part of the vocabular
 of the label of each token, and add up dx.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from importlib import import_module
 from inspect import signature
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
-from octavo.nn.module_tools import differentiable_once, mix_into, unsupported
+from octavo.nn.fused_modules import CACHES, DecoderLayer
+from octavo.nn.module_tools import class_name, differentiable_once, mix_into, unsupported
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
@@ -452,9 +454,10 @@ class _TiedEmbedding(torch.autograd.Function):
 class LossModel:
     """Mixed into a causal model whose head is a `LossHead`."""
 
-    added: ClassVar[tuple[str, ...]] = ("loss_head", "loss_embedding")
+    added: ClassVar[tuple[str, ...]] = ("loss_head", "loss_embedding", "takes_no_cache")
     loss_head: str
     loss_embedding: str  # of a `LossEmbedding`, or ""
+    takes_no_cache: bool  # each decoder layer is a `DecoderLayer`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -492,8 +495,9 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(embedding, LossEmbedding) and embedding.weight is head.weight:
             embedding.task = task
         self._loss_function = task.result  # what a model of transformers calls, if it is there
+        cache = _find_cache(self, names, args, kwargs)
         try:
-            output = theirs(self, *args, **kwargs)
+            output = theirs(self, *args, **kwargs | cache)
         finally:
             head.task = None
             if isinstance(embedding, LossEmbedding):
@@ -502,10 +506,29 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if place is None:
             return task.loss
         if isinstance(output, tuple):
-            return tuple(value for value in output if value is not task.logits)
-        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+            return tuple(value for value in output if not any(value is each for each in (task.logits, *cache.values())))
+        return type(output)(**{name: value for name, value in output.items() if name not in ("logits", *cache)})
 
     return forward
+
+
+def _find_cache(model: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A cache as an argument of `model`, in which its layers store nothing; empty where transformers needs none.
+
+    Without a cache and a mask, transformers looks for packed sequences in the positions of the tokens, which it has
+    just made itself, and waits for the GPU to know. Until the host has launched the first layer again, the GPU is idle.
+    """
+    use_cache = kwargs.get("use_cache")
+    if not model.takes_no_cache or len(args) > 1 or torch.compiler.is_compiling() or model.is_gradient_checkpointing:
+        return {}
+    if use_cache or (use_cache is None and model.config.use_cache):
+        return {}
+    name = CACHES[0] if CACHES[0] in names else CACHES[1]
+    if any(kwargs.get(given) is not None for given in ("attention_mask", "position_ids", *CACHES)):
+        return {}
+    cache: Any = import_module("transformers").DynamicCache()
+    cache.stays_empty = True
+    return {name: cache}
 
 
 def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
@@ -537,6 +560,8 @@ def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
     """Make the causal model `owner` compute its loss from the inputs of its `head`."""
     mix_into(owner, LossModel)
     owner.loss_head = head.name
+    layers = [each for each in owner.modules() if class_name(each).endswith("DecoderLayer")]
+    owner.takes_no_cache = bool(layers) and all(isinstance(each, DecoderLayer) for each in layers)
     module = owner.get_submodule(head.name)
     mix_into(module, LossHead)
     module.task, module.options = None, (head, CHUNK, recipe)

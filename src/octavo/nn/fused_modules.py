@@ -354,6 +354,7 @@ class GEGLU(FusedMLP):
 
 
 SILU = ("SiLU", "SiLUActivation")
+CACHES = ("cache", "past_key_values")  # the argument of transformers from 5.24 on, and before
 
 
 def fuse_decoder_layers(model: nn.Module) -> None:
@@ -401,6 +402,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
+        kwargs |= {name: None for name in CACHES if getattr(kwargs.get(name), "stays_empty", False)}
         attend, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
         if parallel_of(layers := qkv.inner) is not None:  # transformers' code takes a part of a sequence for all of it
             fused = qkv(hidden_states)
