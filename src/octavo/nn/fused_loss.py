@@ -438,14 +438,15 @@ class _TiedEmbedding(torch.autograd.Function):
         if dw is None:  # of a loss that the head does not compute
             padding = -1 if ctx.padding is None else ctx.padding
             dw = torch.ops.aten.embedding_dense_backward(dy, tokens, ctx.rows, padding, False)
-        elif dy is not None:
+        elif dy is not None and dy.numel() > 0:
             tokens, dy = tokens.flatten(), dy.flatten(0, -2)
             if ctx.padding is not None:
                 dy = dy.masked_fill((tokens == ctx.padding).unsqueeze(1), 0)
             tokens, order = tokens.sort(stable=True)
             group = (tokens.diff(prepend=tokens[:1]) != 0).cumsum(0)  # of equal tokens: groups 0, 1, ..., some empty
             sizes = torch.zeros_like(group).scatter_add_(0, group, torch.ones_like(group))
-            sums = torch.segment_reduce(dy[order].float(), "sum", lengths=sizes, unsafe=True)
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            sums = torch.segment_reduce(dy[order].to(wide), "sum", lengths=sizes, unsafe=True)
             # Row 0 stands for the empty groups, whose sums are zero.
             dw.index_add_(0, torch.zeros_like(group).scatter_(0, group, tokens), sums.to(dw.dtype))
         return dw, None, None
@@ -518,14 +519,15 @@ def _find_cache(model: Any, names: Sequence[str], args: Sequence[Any], kwargs: d
     Without a cache and a mask, transformers looks for packed sequences in the positions of the tokens, which it has
     just made itself, and waits for the GPU to know. Until the host has launched the first layer again, the GPU is idle.
     """
-    use_cache = kwargs.get("use_cache")
-    if not model.takes_no_cache or len(args) > 1 or torch.compiler.is_compiling() or model.is_gradient_checkpointing:
+    if not model.takes_no_cache or len(args) > 1 or torch.compiler.is_compiling():
         return {}
-    if use_cache or (use_cache is None and model.config.use_cache):
+    use_cache = kwargs.get("use_cache")
+    given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", *CACHES))
+    if given or use_cache or (use_cache is None and model.config.use_cache):
+        return {}
+    if any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):  # which warns of a cache
         return {}
     name = CACHES[0] if CACHES[0] in names else CACHES[1]
-    if any(kwargs.get(given) is not None for given in ("attention_mask", "position_ids", *CACHES)):
-        return {}
     cache: Any = import_module("transformers").DynamicCache()
     cache.stays_empty = True
     return {name: cache}

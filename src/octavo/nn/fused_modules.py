@@ -379,18 +379,17 @@ def is_known(layer: Any) -> bool:
 
 
 class TrainedNorm(nn.Module):
-    """A norm of transformers, which feeds no quantized layer, in PyTorch's one pass and two for its gradient.
+    """A norm of transformers that feeds no quantized layer. In training PyTorch's `rms_norm` computes it in one pass.
 
-    transformers' operations take eight and thirteen. Without gradients these run, since they round twice.
+    Without gradients transformers' own operations run. They round the norm before they multiply it by the weight, and a
+    model that is served keeps its numbers.
     """
 
     added: ClassVar[tuple[str, ...]] = ()
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        plain = (
-            x.dtype == self.weight.dtype and not hasattr(x, "device_mesh") and not hasattr(self.weight, "device_mesh")
-        )
-        if not (plain and torch.is_grad_enabled()):
+        sharded = hasattr(x, "device_mesh") or hasattr(self.weight, "device_mesh")
+        if sharded or x.dtype != self.weight.dtype or not torch.is_grad_enabled():
             return super().forward(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon).to(x.dtype)  # autocast widens it
 
