@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from octavo.util import plural, printable
+from octavo.util import number, plural, printable
 from octavo_cli.command import (
     ATTENTIONS,
     DATA_HELP,
@@ -30,7 +30,7 @@ from octavo_cli.command import (
     print_reading,
     refuse_unused,
 )
-from octavo_cli.display import number, print_facts, print_rows, progress, say
+from octavo_cli.display import print_facts, print_rows, progress, say
 
 if TYPE_CHECKING:
     import torch
