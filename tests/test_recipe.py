@@ -355,7 +355,7 @@ def toy(gradients: str = "e4m3") -> Recipe:
 
 
 def test_a_recipe_is_registered(printed, monkeypatch):
-    """In `octavo.recipe`, and in the names that the command line knows without PyTorch (`octavo_cli.command`)."""
+    """In `octavo.recipe`, and in the names that the command line knows without PyTorch (`octavo_cli.shared`)."""
     monkeypatch.setitem(PRESETS, "toy", toy)
     monkeypatch.setattr(doctor, "RECIPES", (*doctor.RECIPES, "toy"))
     model = nn.Sequential(nn.Linear(32, 32))

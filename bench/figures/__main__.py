@@ -7,7 +7,7 @@ python -m bench.figures FOLDER     the same as PNG files, in the light colours
 import sys
 from pathlib import Path
 
-from bench.figures import formats, lessons, products
+from bench.figures import formats, products
 from bench.figures.style import Draw, save
 
 FOLDER = Path(__file__).parents[2] / "docs" / "figures"
@@ -20,7 +20,7 @@ FIGURES: tuple[Draw, ...] = (
     products.accumulation,
     formats.rounding,
     formats.rotation,
-    lessons.loss_scaling,
+    formats.loss_scaling,
 )
 
 

@@ -1,7 +1,14 @@
-"""Numbers in few bits: the formats, rounding, scales and who shares them, and a rotation."""
+"""Numbers in few bits: the formats, rounding, scales and who shares them, a rotation, and loss scaling."""
 
+import argparse
+import contextlib
+import inspect
+import io
+import re
+import tempfile
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,8 +101,7 @@ def updated(noise: Tensor | None) -> Tensor:
 def grey_ramp(axes: Any, noise: Tensor) -> None:
     """A ramp from black to white in few levels; `noise` [rows, columns] below 1 is added before rounding down."""
     rows, columns = noise.shape
-    ramp = torch.linspace(0, LEVELS, columns)
-    levels = (ramp + noise).floor().clamp(max=LEVELS)
+    levels = (torch.linspace(0, LEVELS, columns) + noise).floor().clamp(max=LEVELS)
     for row in range(rows):
         starts = [0, *((levels[row].diff() != 0).nonzero().flatten() + 1).tolist()]
         for left, right in pairwise([*starts, columns]):  # a rectangle for a run; rows overlap, without a seam
@@ -239,17 +245,12 @@ def rotation() -> Figure:
     for axes, values, title in zip(grid, (x, hadamard(x)), ("a token", "the same token, rotated"), strict=False):
         axes.bar(range(WIDTH), values[0].abs().tolist(), width=1, color=BLUE)
         axes.set(title=title, ylim=(0, 1.05 * float(x[0].abs().max())), xlabel="channel", ylabel="magnitude")
-    two_peaks(grid[2])
+    long = torch.randn(4096, generator=torch.Generator().manual_seed(2))
+    long[CHANNEL] = 5.0 * len(long) ** 0.5  # its only outlier: rotated, the numbers lie around 5 and -5
+    grid[2].hist(hadamard(long).tolist(), bins=60, color=BLUE)
+    grid[2].set(title="4,096 channels, rotated", xlabel="number", ylabel="channels")
     gains(grid[3], x)
     return figure
-
-
-def two_peaks(axes: Any) -> None:
-    """The numbers of a long token whose only outlier is rotated: they lie around its size over sqrt(n), + and -."""
-    x = torch.randn(4096, generator=torch.Generator().manual_seed(2))
-    x[CHANNEL] = 5.0 * len(x) ** 0.5
-    axes.hist(hadamard(x).tolist(), bins=60, color=BLUE)
-    axes.set(title="4,096 channels, rotated", xlabel="number", ylabel="channels")
 
 
 def gains(axes: Any, x: Tensor) -> None:
@@ -263,3 +264,46 @@ def gains(axes: Any, x: Tensor) -> None:
     axes.set_xticks([0, 1], ["INT8", "E4M3"])
     axes.set(ylim=(0, 75), title="SQNR of the product, dB")
     axes.legend(loc="upper center", ncols=2)
+
+
+# --- The gradients and the losses of docs/learn, by the code on its pages -------------------------------------------
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LESSONS = Path(__file__).parents[2] / "docs" / "learn"
+
+
+def run(*pages: str) -> dict[str, Any]:
+    """The names that the Python blocks of the pages define, with the source of argparse as `book.txt`."""
+    names: dict[str, Any] = {"__name__": "lessons"}
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), quiet:
+        Path("book.txt").write_text(inspect.getsource(argparse))
+        for page in pages:
+            for block in BLOCK.findall((LESSONS / page).read_text()):
+                exec(block, names)
+    return names
+
+
+def loss_scaling() -> Figure:
+    """Left: the gradients over the range of FP16. Right: the losses with loss scaling and without."""
+    names = run("1_gpt.md", "2_loss_scaling.md")
+    figure, (left, right) = canvas(3.2, columns=2)
+    sizes = names["gradients"](1.0, names["torch"].bfloat16).abs().tolist()
+    bins = [2.0**e for e in range(-40, 1)]
+    left.hist(sizes, bins, color=ORANGE, label="as they are")
+    left.hist([size * 2.0**14 for size in sizes], bins, histtype="step", color=BLUE, linewidth=1.5, label="times 16384")
+    left.axvspan(FP16.smallest_normal, bins[-1], color=PALE_BLUE, zorder=0, linewidth=0)
+    left.axvspan(FP16.smallest_subnormal / 2, FP16.smallest_normal, color=LIGHT, zorder=0, linewidth=0)
+    left.set_xscale("log", base=2)
+    left.set(xlim=(bins[0], bins[-1]), ylim=(0, 1.35 * left.get_ylim()[1]), yticks=[])
+    top = left.get_ylim()[1]
+    for place, words in ((-32.5, "0 in FP16"), (-19.5, "subnormal"), (-7, "normal in FP16")):
+        left.text(2.0**place, 0.72 * top, words, ha="center", color=INK)
+    left.set_title("gradients of the first step")
+    left.legend(loc="upper left", ncols=2)
+    curves = names["curves"].items()
+    for (name, losses), color, dashes in zip(curves, (GREEN, BLUE, ORANGE), ("-", "--", "-"), strict=True):
+        right.plot(range(1, len(losses) + 1), losses, dashes, color=color, label=name)
+    right.set(title="loss, nats a byte", xlabel="step", ylim=(0, 6))
+    right.legend(loc="lower left")
+    return figure

@@ -31,7 +31,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import octavo
-from bench import record
 from bench.gpu import harness, llama, ranks
 from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE
@@ -151,7 +150,7 @@ def measure(names: list[str], config: LlamaConfig, rounds: int) -> harness.Resul
     """Measure the modes; the result after each."""
     file = f"gpu_fsdp_{config.layers}_layers_{distributed.get_world_size()}_gpus"
     links = {"bytes_per_second": ranks.bandwidth()} if distributed.get_world_size() > 1 else {}
-    earlier = [row for row in record.rows_before(file, "modes") if row["mode"] not in names]
+    earlier = [row for row in harness.rows_before(file, "modes") if row["mode"] not in names]
     setting, few = ranks.setting_of(config), replace(config, layers=min(config.layers, CHECKED_LAYERS))
     expected: list[Tensor] = []
 

@@ -42,15 +42,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers import LlamaConfig as HFConfig
 
-from bench import record
-from bench.gpu import llama
+from bench.gpu import harness, llama
 from bench.gpu import serve_models as models
 from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_new_process, show, sized
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo import load
 from octavo.hf.meta_model import quiet_transformers
-from octavo.inference.packed_linear import fuse
 from octavo.inference.transformers_cache import CACHE
 from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models import LlamaConfig
@@ -105,17 +103,6 @@ def generation(model: Any, **settings: Any) -> Generate:
     def generate(ids: Tensor, tokens: int) -> Tensor:
         greedy = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens}
         return model.generate(ids, attention_mask=torch.ones_like(ids), **greedy, **settings)[:, ids.shape[1] :]
-
-    return generate
-
-
-def own_loop(model: Any) -> Generate:
-    """transformers' own loop with `model`: a cache that the caller gives turns Octavo's engine off."""
-
-    def generate(ids: Tensor, tokens: int) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "generate runs on transformers' own loop")
-            return generation(model, **{CACHE: DynamicCache(config=model.config)})(ids, tokens)
 
     return generate
 
@@ -192,7 +179,10 @@ def with_speeds(rows: list[Result]) -> list[Result]:
 
 def leading_tokens(model: Any, ids: Tensor, tokens: int) -> list[int]:
     """The greedy tokens that equal those of transformers' loop with the same model, before the first that differs."""
-    same = (own_loop(model)(ids, tokens).cpu() == generation(model)(ids, tokens).cpu()).long()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "generate runs on transformers' own loop")  # as a cache of the caller asks
+        theirs = generation(model, **{CACHE: DynamicCache(config=model.config)})(ids, tokens)
+    same = (theirs.cpu() == generation(model)(ids, tokens).cpu()).long()
     return same.cummin(1).values.sum(1).tolist()  # cummin is 0 from the first that differs
 
 
@@ -202,8 +192,13 @@ class Bench:
     def __init__(self, shape: LlamaConfig, folder: Path) -> None:
         self.shape, self.folder = shape, folder
         self.checked: Result = {}
+        self.close()
+
+    def close(self) -> None:
+        """Drop all models."""
         self._ways: list[Way] = []
         self._in_memory: tuple[Any, Any] | None = None
+        release(torch.device(DEVICE))
 
     def ways(self) -> list[Way]:
         """All ways; the models are loaded together, Octavo's first."""
@@ -248,24 +243,10 @@ class Bench:
             self.close()
             wide = models.build_bf16(self.shape, DEVICE)
             self._in_memory = wide, models.build_fp8(wide, DEVICE)
-            fuse(self._in_memory[1])
         found = decode_graphs(*self._in_memory, batch, PROMPT + TOKENS // 2)
         rates = {mode: 1e3 * batch / ms["median"] for mode, ms in found["ms"].items()}
         show(rates)
         return found | {"tokens_per_second": rates}
-
-    def close(self) -> None:
-        """Drop all models."""
-        self._ways, self._in_memory = [], None
-        release(torch.device(DEVICE))
-
-    def rows(self) -> Result:
-        self.close()
-        return {"machine": record.facts(), **rows(self.shape)}
-
-    def start(self, rounds: int) -> Result:
-        self.close()
-        return starts(self.shape, self.folder, rounds)
 
 
 # --- The rows of a short run, of models in memory ---------------------------------------------------------------
@@ -280,10 +261,9 @@ def rows(shape: LlamaConfig) -> Result:
     for model in (wide, packed):
         for i, layer in enumerate(model.model.layers):
             layer.self_attn.layer_idx = i
-    fuse(packed)
     accelerate_generate(packed, shape.context)
     ways = [Way(OCTAVO, generation(packed)), Way(EAGER, generation(wide), baseline=True)]
-    result: Result = {"first token": []}
+    result: Result = {"machine": harness.facts(), "first token": []}
 
     def first_token(batch: int, prompt: int) -> None:
         found = measure_cell(ways, Cell(batch, prompt), Grid([batch], [prompt], 1, sized(5, 1)), shape.vocabulary)
@@ -345,15 +325,18 @@ def main(options: Options) -> Results:
     named: dict[str, Callable[[], Any]] = {"prompt": bench.prompt}
     named |= {f"decode {batch}": partial(bench.decode, batch, options.rounds) for batch in batches}
     named |= {f"graphs {batch}": partial(bench.graphs, batch) for batch in batches}
-    named |= {"rows": bench.rows, "start": partial(bench.start, options.rounds)}
+    alone = {"rows": partial(rows, bench.shape), "start": partial(starts, bench.shape, folder, options.rounds)}
+    named |= alone
     chosen = options.only.split(",") if options.only else list(named)
     if unknown := [name for name in chosen if name not in named]:
         raise SystemExit(f"--only takes {', '.join(named)}, got {unknown[0]!r}")
-    result = {key: value for key, value in record.before(NAME).items() if options.only and key != "machine"}
+    result = {key: value for key, value in harness.result_before(NAME).items() if options.only and key != "machine"}
     if result.get("layers") != options.layers:
         result = {}
     with quiet_transformers():
         for name in chosen:
+            if name in alone:
+                bench.close()
             if name == "start":  # the last, because it changes where this process finds compiled kernels
                 yield "gpu_start", named[name]()
                 continue

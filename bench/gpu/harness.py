@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: their words, modes that take turns, checks before them, passes of blocks, peaks.
+"""What the benchmarks share: words, results in files, modes that take turns, checks before them, passes, peaks.
 
 Variants take turns in one process, several steps at a time; a figure is the median of the rounds. Steps follow each
 other without a synchronization, as in training, so that host code that runs ahead of the device costs nothing. The
@@ -9,6 +9,7 @@ writes nothing (`bench.smoke` runs all of them so).
 """
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -26,11 +28,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_map
 
-from bench import record
-from bench.record import QUICK
+from octavo import speed
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.models.llama import LlamaConfig, rope_tables
-from octavo.speed import release
+from octavo.util import installed as installed
 
 Step = Callable[[], Any]
 Options = argparse.Namespace
@@ -40,6 +41,8 @@ Made = TypeVar("Made")
 Weight = TypeVar("Weight")
 Tiling = TypeVar("Tiling", bound=tuple[int, ...])
 
+RESULTS = Path(__file__).parents[1] / "results"
+QUICK = "--quick" in sys.argv  # a benchmark at its smallest size, which writes nothing
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOM = 80 * 10**9  # bytes that a step may take, where its largest batch is looked for
 BEYOND_CACHE = 1 << (20 if QUICK else 28)  # bytes that the L2 cache cannot keep from call to call
@@ -98,7 +101,7 @@ def write(results: Results) -> None:
     """Write each result; of several ranks the first one writes."""
     for name, result in results:
         if not other_rank():
-            print(record.write(name, result), flush=True)
+            print(write_result(name, result), flush=True)
 
 
 def show(*words: Any) -> None:
@@ -138,6 +141,37 @@ def _alone(call: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
     call()
+
+
+# --- The files of bench/results, which begin with the machine, the versions and the commit ------------------------
+
+
+def facts() -> dict[str, Any]:
+    """Of `octavo.speed`. OCTAVO_COMMIT names the commit where the sources are a copy."""
+    found = speed.facts()
+    return found | {"commit": os.environ.get("OCTAVO_COMMIT") or found["commit"]}
+
+
+def result_before(name: str) -> dict[str, Any]:
+    """results/NAME.json; {} without the file, and with `--quick`."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() and not QUICK else {}
+
+
+def rows_before(name: str, key: str) -> list[dict[str, Any]]:
+    """The rows below `key` in results/NAME.json, each with the machine that measured it; none without the file."""
+    found = result_before(name)
+    return [{"machine": found["machine"], **row} for row in found.get(key, [])]
+
+
+def write_result(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
+    """Write `result` to NAME.json, of results by default, with the facts of this machine unless it has a "machine" of
+    its own."""
+    path = (folder or RESULTS) / f"{name}.json"
+    text = json.dumps({"machine": facts(), **result}, indent=2) + "\n"
+    if folder or not QUICK:
+        path.write_text(text)
+    return path
 
 
 # --- Time ------------------------------------------------------------------------------------------------------
@@ -295,7 +329,7 @@ def made(name: str, make: Callable[[], Made]) -> Made | None:
 
 def allocated() -> int:
     """Bytes of tensors on the GPU, without those that nothing refers to; 0 without a GPU."""
-    release(torch.device(DEVICE))
+    speed.release(torch.device(DEVICE))
     return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
 
 

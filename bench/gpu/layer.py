@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from bench import record
+from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, interleaved, made, own_code, show, sized
 from bench.gpu.modes import speedup
 from bench.gpu.variants import use_torchao
@@ -43,14 +43,14 @@ class Layer(nn.Module):
 MODES: dict[str, Callable[[nn.Module], Any]] = {
     "bf16": lambda layer: None,
     "ours": lambda layer: octavo.convert(layer, "rowwise"),
-    **({"torchao": lambda layer: use_torchao(layer, "rowwise")} if record.installed("torchao") else {}),
+    **({"torchao": lambda layer: use_torchao(layer, "rowwise")} if harness.installed("torchao") else {}),
 }
 
 
 def measured_before() -> list[dict[str, Any]]:
     """The cells of bench/results, if they are of this machine, these versions and this commit."""
-    found = record.before("gpu_layer") or {"machine": {}, "cells": []}
-    same = {**found["machine"], "measured": ""} == {**record.facts(), "measured": ""}
+    found = harness.result_before("gpu_layer") or {"machine": {}, "cells": []}
+    same = {**found["machine"], "measured": ""} == {**harness.facts(), "measured": ""}
     return list(found["cells"]) if same else []
 
 

@@ -29,7 +29,6 @@ from bench.gpu.llama import LLAMA, SMALL
 from bench.gpu.modes import speedup
 from bench.gpu.serve_models import build_bf16, build_fp8, compile_layers
 from octavo.checkpoint.scheme import CHANNEL
-from octavo.inference.packed_linear import fuse
 from octavo.integrations.peft import support
 from octavo.models.llama import LlamaConfig
 from octavo.nn.fused_loss import find_loss, join_loss
@@ -52,7 +51,6 @@ def build(mode: str, shape: LlamaConfig, scope: ExitStack) -> Any:
         octavo.convert(model)
     if mode.startswith(PACKED):
         model = build_fp8(model, DEVICE)
-        fuse(model)
     if FUSED_LOSS in mode:
         join_loss(*find_loss(model), "rowwise" if mode.endswith(FP8_HEAD) else "bf16")
     model = in_adapters(model, config if mode.startswith(BASE) else support(config))

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.modes import speedup
@@ -82,7 +81,7 @@ class Layer(nn.Module):
 
 
 torchao_mm: Any = None  # torchao's grouped product, a Triton kernel. torch.compile cannot trace its import
-if record.installed("torchao") and record.installed("triton"):
+if harness.installed("torchao") and harness.installed("triton"):
     grouped = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
     torchao_mm = grouped._to_fp8_rowwise_then_scaled_grouped_mm
 

@@ -36,7 +36,6 @@ from unittest import mock
 
 import torch
 
-from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, host_once, once, show, sized
 from bench.gpu.ranks import profiled
@@ -247,7 +246,7 @@ def main(options: Options) -> Results:
             yield "gpu_largest_batch", {"context": config.context, "vocabulary": VOCABULARY, "recipes": found}
         return
     there, name = max(torch.cuda.device_count(), 1), f"gpu_plan_{options.model}"
-    rows = [row for row in record.rows_before(name, "rows") if "error" not in row] if options.missing else []
+    rows = [row for row in harness.rows_before(name, "rows") if "error" not in row] if options.missing else []
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
     measured = {configuration_of(row) for row in rows}
     for each in [each for each in chosen if each not in measured][sized(0, -1) :]:

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.profiler import ProfilerActivity, profile
 
-from bench import record
-from bench.gpu.harness import DEVICE, allocated, interleaved, once, peak_of, show, sized, summary
+from bench.gpu.harness import DEVICE, QUICK, allocated, installed, interleaved, once, peak_of, show, sized, summary
 from bench.gpu.modes import speedup
 from octavo.models.llama import LlamaConfig
 
@@ -33,7 +31,7 @@ Row = dict[str, Any]
 
 def chosen(modes: Iterable[str], base: str, only: str) -> list[str]:
     """The modes that contain one of the words `only`, and the base; without those whose package is not installed."""
-    there = [name for name in modes if not name.startswith("torchao") or record.installed("torchao")]
+    there = [name for name in modes if not name.startswith("torchao") or installed("torchao")]
     return [name for name in there if name == base or any(word in name for word in only.split(","))]
 
 
@@ -46,17 +44,6 @@ def start() -> torch.device:
     torch.cuda.set_device(device)
     distributed.init_process_group("nccl", timeout=TIMEOUT)
     return device
-
-
-def attempt(rows: list[Row], name: str, measure: Callable[[], Row]) -> None:
-    """Add the row of a mode. One that does not run must not end the others: it adds its error, on every rank alike."""
-    try:
-        rows.append({"mode": name, **measure()})
-    except Exception as error:
-        if record.QUICK:
-            raise
-        rows.append({"mode": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
-    show(rows[-1])
 
 
 def setting_of(config: LlamaConfig) -> dict[str, int]:
@@ -94,11 +81,21 @@ class Bench:
     def run(self, names: list[str]) -> Iterator[list[Row]]:
         """Measure the modes; all rows after each."""
         for name in names:
-            attempt(self.rows, name, partial(self.measure, name))
-            yield self.with_ratios()
+            yield self.attempt(name)
         if self.kept is None and len(names) > 1:
-            attempt(self.rows, self.base, partial(self.measure, self.base))
-            yield self.with_ratios()
+            yield self.attempt(self.base)
+
+    def attempt(self, name: str) -> list[Row]:
+        """All rows with that of a mode. One that does not run must not end the others: its row has its error, on every
+        rank alike."""
+        try:
+            self.rows.append({"mode": name, **self.measure(name)})
+        except Exception as error:
+            if QUICK:
+                raise
+            self.rows.append({"mode": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
+        show(self.rows[-1])
+        return self.with_ratios()
 
     def measure(self, name: str) -> Row:
         """The row of a mode."""

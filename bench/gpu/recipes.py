@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from bench import record
 from bench.gpu import harness, llama, runs
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.loss.training import Learner
@@ -64,7 +63,7 @@ def merge(folder: Path) -> Result:
     parts = {path.stem: content for path, content in files.items() if path.stem in ("errors", "speed")}
     trained = [content for content in files.values() if "seed" in content]
     if parts and not trained:
-        return {**record.before("recipes"), **parts}
+        return {**harness.result_before("recipes"), **parts}
     found = runs.merge(folder)
     bf16 = list(found["losses"][BASE].values())
     names = [name for name in VARIANTS if any(run["mode"] == name for run in trained)]
@@ -211,8 +210,8 @@ def main(options: Options) -> Results:
         plan = [(name, seed) for name in names for seed in range(sized(5, 1))]
         runs.train_all(study, plan, options.out, processes=1 if options.cpu else sized(5, 1))
     if "errors" in parts:
-        record.write("errors", errors(names, study, runs.tokens_of(study, options.out)), options.out)
+        harness.write_result("errors", errors(names, study, runs.tokens_of(study, options.out)), options.out)
     if "speed" in parts:
-        record.write("speed", speeds(names, CONFIG, llama.TOKENS), options.out)
+        harness.write_result("speed", speeds(names, CONFIG, llama.TOKENS), options.out)
     if not options.only:
         yield "recipes", merge(options.out)

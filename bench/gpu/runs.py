@@ -38,13 +38,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench import record
+from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_processes, interleaved, show, summary
 from bench.gpu.loss.model import CONFIGS, padded
-from bench.gpu.loss.text import LARGEST_FILE, SAMPLE, first, whole
-from bench.gpu.loss.training import Learner, write_run
+from bench.gpu.loss.training import LARGEST_FILE, SAMPLE, Learner, first, whole, write_run
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations
-from bench.record import QUICK
 from octavo.data import read_text
 from octavo.evaluation.metrics import ratio
 from octavo.models.tokenizer import Batches, BpeTokenizer, ByteTokenizer, Corpus, build_corpus
@@ -87,7 +85,7 @@ STUDIES = {
 
 def study_of(name: str) -> Study:
     """The study; a tiny one with `--quick`."""
-    return tiny(STUDIES[name], width=256, context=128, mlp_width=256) if QUICK else STUDIES[name]
+    return tiny(STUDIES[name], width=256, context=128, mlp_width=256) if harness.QUICK else STUDIES[name]
 
 
 def tiny(study: Study, **changes: Any) -> Study:
@@ -133,19 +131,14 @@ def train_all(study: Study, plan: Sequence[Run], out: Path, processes: int = 1) 
         for mode, each in seeds.items():
             train_mode(study, mode, each, out)
         return
-    calls = [partial(work, i % gpus, study, mode, each, out) for i, (mode, each) in enumerate(seeds.items())]
+    calls = [partial(train_mode, study, mode, each, out, i % gpus) for i, (mode, each) in enumerate(seeds.items())]
     in_processes(gpus * processes, calls)  # a mode that does not run has no row in the table
 
 
-def work(gpu: int, *task: Any) -> None:
-    """`train_mode` on a GPU."""
-    if torch.cuda.is_available():
+def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path, gpu: int = 0) -> None:
+    """Train the runs of one mode in this process, on that GPU."""
+    if DEVICE == "cuda":
         torch.cuda.set_device(gpu)
-    train_mode(*task)
-
-
-def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path) -> None:
-    """Train the runs of one mode in this process."""
     torch._dynamo.reset()  # frees the model of the mode before
     allocated()
     config, data = study.config, tokens_of(study, out)
@@ -376,7 +369,7 @@ def main(options: Options) -> Results:
     study = study_of(options.study)._replace(stop=options.stop)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.time:
-        record.write("steps", time_steps(options.time.split(","), study.config), options.out)
+        harness.write_result("steps", time_steps(options.time.split(","), study.config), options.out)
     if options.runs:
         plan = [(mode, int(seed)) for mode, _, seed in (run.rpartition(":") for run in options.runs.split(","))]
         train_all(study, plan, options.out, options.processes)

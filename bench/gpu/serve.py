@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
-from bench import record
 from bench.gpu import harness, llama, modes
 from bench.gpu import serve_models as models
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
@@ -58,7 +57,7 @@ Sections = Iterator[tuple[str, Any]]
 
 def serve(layers: int) -> Sections:
     wide = models.build_bf16(replace(llama.CONFIG, layers=layers), DEVICE)
-    packed = models.build_fp8(wide, DEVICE)
+    packed = models.build_fp8(wide, DEVICE, fused=False)
     check(wide, packed)
     yield "memory", memory(wide, packed)
     for batch in BATCHES:
@@ -136,8 +135,6 @@ def weight_only_step(layers: int) -> Result:
     caches = models.plain_caches(models.random_stores(wide.config, 1, CONTEXT, DEVICE, "bf16")["bf16"])
     schemes = {modes.W8A8: CHANNEL, modes.WEIGHT_ONLY: WEIGHT}
     packed = {name: models.build_fp8(wide, DEVICE, scheme) for name, scheme in schemes.items()}
-    for model in packed.values():
-        fuse(model)
     steps: dict[str, Step] = {modes.WEIGHT_ONLY_EAGER: captured(packed[modes.WEIGHT_ONLY], ids, caches)}
     for name, model in {modes.BASE: wide, **packed}.items():
         models.compile_layers(model)
@@ -152,7 +149,7 @@ def prefill(wide: Any, packed: Any) -> Result:
     ids = tokens(wide, 1, TOKENS)
     torch._dynamo.reset()
     compared = {modes.BASE: wide, modes.SERVE: packed}
-    if record.installed("torchao"):
+    if harness.installed("torchao"):
         compared[modes.SERVE_TORCHAO] = models.build_torchao(wide, DEVICE)
     for model in compared.values():
         models.compile_layers(model)
@@ -171,8 +168,6 @@ def prefill_fp8_attention(shape: LlamaConfig) -> Result:
     wide = models.build_bf16(shape, DEVICE)
     packed = {mode: models.build_fp8(wide, DEVICE) for mode in (modes.SERVE, modes.SERVE_FP8_ATTENTION, modes.ENGINE)}
     packed[modes.SERVE_FP8_ATTENTION].set_attn_implementation(ATTENTION)
-    for model in packed.values():
-        fuse(model)
     ids = tokens(wide, 1, shape.context)
     compared = {modes.BASE: wide, **{mode: packed[mode] for mode in (modes.SERVE, modes.SERVE_FP8_ATTENTION)}}
     for model in compared.values():
@@ -270,7 +265,6 @@ def decode_caches(layers: int) -> Result:
     model = models.build_fp8(wide, DEVICE)
     del wide
     torch.cuda.empty_cache()  # the caches below take 52 GB
-    fuse(model)
     models.compile_layers(model)
     ids = tokens(model, LONG_BATCH)
     stores = models.random_stores(model.config, LONG_BATCH, LONG_CONTEXT, DEVICE, "bf16", "fp8")

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.checkpoint.scheme import CHANNEL, Scheme
 from octavo.inference.kv_cache import Appended, LayerKVCache
-from octavo.inference.packed_linear import PackedLinear, swap_linears
+from octavo.inference.packed_linear import PackedLinear, fuse, swap_linears
 from octavo.inference.transformers_cache import ATTENTION, CACHE, register_attention
 from octavo.models import LlamaConfig as LlamaShape
 from octavo.ops import quantize
@@ -100,8 +100,8 @@ def build_bf16(shape: LlamaShape, device: str) -> Any:
     return _ready(model, device)
 
 
-def build_fp8(wide: Any, device: str, scheme: Scheme = CHANNEL) -> Any:
-    """The same model, its linear layers packed by `scheme`. The other tensors are shared with `wide`. Not fused."""
+def build_fp8(wide: Any, device: str, scheme: Scheme = CHANNEL, *, fused: bool = True) -> Any:
+    """The same model, its linear layers packed by `scheme`, and `fused`. The other tensors are shared with `wide`."""
     model = _empty(wide.config)
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != HEAD]
     swap_linears(model, dict.fromkeys(linears, scheme))
@@ -110,7 +110,10 @@ def build_fp8(wide: Any, device: str, scheme: Scheme = CHANNEL) -> Any:
         q = quantize(state.pop(f"{name}.weight").detach(), scheme.weight)
         state |= {f"{name}.weight": q.data, f"{name}.weight_scale": scheme.stored_scale(q)}
     model.load_state_dict(state, strict=False, assign=True)
-    return _ready(model, device)
+    _ready(model, device)
+    if fused:
+        fuse(model)
+    return model
 
 
 def build_torchao(wide: Any, device: str) -> Any:

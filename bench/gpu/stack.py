@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import octavo
-from bench import record
 from bench.gpu import harness, llama
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Fused, Plain
@@ -112,7 +111,7 @@ def keep(runners: dict[str, Runner]) -> dict[str, Any]:
 @benchmark()
 def main(_: Options) -> Results:
     needs = {"torchao": "torchao", FUSED_ATTENTION: "nvidia-cudnn-frontend"}
-    missing = tuple(start for start, package in needs.items() if not record.installed(package))
+    missing = tuple(start for start, package in needs.items() if not harness.installed(package))
     modes = [name for name in MODES if not name.startswith(missing)]
     runners, peaks = harness.built({name: partial(Runner, MODES[name]) for name in modes})
     checks = harness.checked(BASE, runners)  # of the output and the input's gradient
@@ -121,7 +120,7 @@ def main(_: Options) -> Results:
     times = harness.interleaved(steps, rounds=6, repeat=4, warmup=1)
     gb = {name: peak / 1e9 for name, peak in peaks.items()}
     rows = [{"mode": name, **row, "peak_gb": gb.get(name)} for name, row in harness.rows_of(times, BASE).items()]
-    ceilings = record.before("gpu_ceilings")
+    ceilings = harness.result_before("gpu_ceilings")
     way = {"y": "row, fast", "dx": "row, fast", "dw": "row"}
     result = {
         "modes": rows,

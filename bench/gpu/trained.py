@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM
 import octavo
 from bench.cpu.embeddings import calibrated_on_topics, packed_by
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, interleaved, made, rows_of, show, sized
-from bench.gpu.loss import text
+from bench.gpu.loss import training
 from bench.gpu.loss.model import CONFIGS
-from bench.gpu.loss.training import Learner, loss_of, steps, texts
+from bench.gpu.loss.training import Learner, loss_of
 from bench.gpu.runs import settings
 from bench.gpu.serve_models import forward
 from octavo.checkpoint.scheme import SCHEMES
@@ -36,7 +36,7 @@ from octavo.evaluation.metrics import ratio
 
 SIZE, STEPS = sized(("110m", 900), ("1m", 20))
 BASE, SHAPES = "bf16", sized({"8 prompts": (8, 1024), "64 tokens": (64, 1)}, {"8 prompts": (2, 16)})
-SOURCES = sized(text.SOURCES, ("stdlib",))
+SOURCES = sized(training.SOURCES, ("stdlib",))
 
 
 def train(folder: Path, count: int) -> tuple[dict[str, Any], list[Tensor]]:
@@ -44,13 +44,13 @@ def train(folder: Path, count: int) -> tuple[dict[str, Any], list[Tensor]]:
     batches of the text that was held out, [8, T + 1]."""
     config, device = CONFIGS[SIZE], torch.device(DEVICE)
     config = config.change(steps=count, decay_steps=count, warmup=max(count // 20, 1), kv_heads=config.heads)
-    facts = text.prepare(folder, config, SOURCES)
+    facts = training.prepare_text(folder, config, SOURCES)
     show(facts)
     learner = Learner("bf16", config, device, normed=False)
     learner.warm_up()
-    training, held_out = texts(folder, config, device)
-    order, began = text.reading_order(len(training), 0, config.batch, None), time.monotonic()
-    losses = torch.stack(list(steps(learner, training, order, 0, count))).tolist()
+    sequences, held_out = training.texts(folder, config, device)
+    order, began = training.reading_order(len(sequences), 0, config.batch, None), time.monotonic()
+    losses = torch.stack(list(training.steps(learner, sequences, order, 0, count))).tolist()
     seconds, out, model = time.monotonic() - began, folder / "model", learner.model
     described: Any = model.config
     (out / "config.json").write_text(json.dumps(described.to_hf() | {"dtype": "bfloat16"}))

@@ -12,24 +12,10 @@ from torch import nn
 
 from octavo.numerics.scaling import History
 from octavo.ops.dispatch import gemm_backends
-from octavo.recipe import (
-    GEMMS,
-    Recipe,
-    bf16,
-    blockwise,
-    delayed,
-    groupwise,
-    mxfp4,
-    mxfp8,
-    nvfp4,
-    rowwise,
-    rowwise_dw_bf16,
-    rowwise_forward,
-    tensorwise,
-    tensorwise_rotated,
-)
+from octavo.recipe import GEMMS, PRESETS, Recipe, delayed, tensorwise
 
 BASE = "bf16"
+OURS = {name: preset() for name, preset in PRESETS.items()}
 CONTROL = "bf16_rounded"  # from the same weights, rounded to BF16: its gap to BF16 is chance alone
 
 
@@ -55,47 +41,44 @@ def stochastic(recipe: Recipe) -> Recipe:
     return replace(recipe, dx=replace(recipe.dx, a=dy), dw=replace(recipe.dw, a=dy))
 
 
-def delayed_variants() -> dict[str, Variant]:
-    """Delayed scaling by the format of the gradients and the headroom 2^margin above the largest amax."""
-    return {
+VARIANTS: dict[str, Variant] = {
+    BASE: Variant(OURS["bf16"], "the baseline"),
+    CONTROL: Variant(OURS["bf16"], "the control: the same start, rounded to BF16"),
+    "rowwise": Variant(OURS["rowwise"], "the default; fast accumulation in y and dx"),
+    "rowwise_exact_dx": Variant(promoted(OURS["rowwise"], "dx"), "`rowwise`, no fast accumulation in dx"),
+    "rowwise_dw_bf16": Variant(OURS["rowwise_dw_bf16"], "`rowwise`, dw in BF16"),
+    "rowwise_forward": Variant(OURS["rowwise_forward"], "`rowwise` in y, dx and dw in BF16 from its bytes"),
+    "rowwise_stochastic": Variant(stochastic(OURS["rowwise"]), "`rowwise`, gradients rounded stochastically"),
+    "rowwise_rotated": Variant(
+        replace(OURS["rowwise"], rotate=("y",)), "`rowwise`, x and w rotated by a Hadamard matrix, for y alone"
+    ),
+    "rowwise_rotated_dx": Variant(
+        replace(OURS["rowwise"], rotate=("dx",)), "`rowwise`, dy and w rotated along the outputs, for dx alone"
+    ),
+    "rowwise_rotated_dw": Variant(
+        replace(OURS["rowwise"], rotate=("dw",)), "`rowwise`, dy and x rotated along the tokens, for dw alone"
+    ),
+    "tensorwise": Variant(OURS["tensorwise"], "a scale a tensor, gradients in E5M2"),
+    "tensorwise_e4m3": Variant(tensorwise("e4m3"), "a scale a tensor, gradients in E4M3"),
+    "tensorwise_stochastic": Variant(stochastic(OURS["tensorwise"]), "`tensorwise`, gradients rounded stochastically"),
+    "tensorwise_rotated": Variant(
+        OURS["tensorwise_rotated"], "`tensorwise`, x and w rotated by a Hadamard matrix, for y alone"
+    ),
+    **{  # by the format of the gradients and the headroom 2^margin above the largest amax
         f"delayed_{gradients}_margin_{margin}": Variant(
             delayed(gradients, History(margin=float(margin))),
             f"delayed scaling, gradients in {gradients.upper()}, headroom {2**margin}",
         )
         for gradients in ("e5m2", "e4m3")
         for margin in (0, 1, 2)
-    }
-
-
-VARIANTS: dict[str, Variant] = {
-    BASE: Variant(bf16(), "the baseline"),
-    CONTROL: Variant(bf16(), "the control: the same start, rounded to BF16"),
-    "rowwise": Variant(rowwise(), "the default; fast accumulation in y and dx"),
-    "rowwise_exact_dx": Variant(promoted(rowwise(), "dx"), "`rowwise`, no fast accumulation in dx"),
-    "rowwise_dw_bf16": Variant(rowwise_dw_bf16(), "`rowwise`, dw in BF16"),
-    "rowwise_forward": Variant(rowwise_forward(), "`rowwise` in y, dx and dw in BF16 from its bytes"),
-    "rowwise_stochastic": Variant(stochastic(rowwise()), "`rowwise`, gradients rounded stochastically"),
-    "rowwise_rotated": Variant(
-        replace(rowwise(), rotate=("y",)), "`rowwise`, x and w rotated by a Hadamard matrix, for y alone"
+    },
+    "blockwise": Variant(OURS["blockwise"], "x and dy in groups of 128, w in squares of 128"),
+    "groupwise": Variant(OURS["groupwise"], "groups of 64, float32 scales"),
+    "mxfp8": Variant(OURS["mxfp8"], "groups of 32, E8M0 scales"),
+    "mxfp4": Variant(
+        OURS["mxfp4"], "four bits, groups of 32, E8M0 scales; dy rounded stochastically, dx and dw rotated"
     ),
-    "rowwise_rotated_dx": Variant(
-        replace(rowwise(), rotate=("dx",)), "`rowwise`, dy and w rotated along the outputs, for dx alone"
-    ),
-    "rowwise_rotated_dw": Variant(
-        replace(rowwise(), rotate=("dw",)), "`rowwise`, dy and x rotated along the tokens, for dw alone"
-    ),
-    "tensorwise": Variant(tensorwise(), "a scale a tensor, gradients in E5M2"),
-    "tensorwise_e4m3": Variant(tensorwise("e4m3"), "a scale a tensor, gradients in E4M3"),
-    "tensorwise_stochastic": Variant(stochastic(tensorwise()), "`tensorwise`, gradients rounded stochastically"),
-    "tensorwise_rotated": Variant(
-        tensorwise_rotated(), "`tensorwise`, x and w rotated by a Hadamard matrix, for y alone"
-    ),
-    **delayed_variants(),
-    "blockwise": Variant(blockwise(), "x and dy in groups of 128, w in squares of 128"),
-    "groupwise": Variant(groupwise(), "groups of 64, float32 scales"),
-    "mxfp8": Variant(mxfp8(), "groups of 32, E8M0 scales"),
-    "mxfp4": Variant(mxfp4(), "four bits, groups of 32, E8M0 scales; dy rounded stochastically, dx and dw rotated"),
-    "nvfp4": Variant(nvfp4(), "four bits, groups of 16, E4M3 scales; dy rounded stochastically, dw rotated"),
+    "nvfp4": Variant(OURS["nvfp4"], "four bits, groups of 16, E4M3 scales; dy rounded stochastically, dw rotated"),
 }
 
 

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
 from bench.gpu.modes import speedup
@@ -125,7 +124,7 @@ class Runner(harness.Passes):
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    modes = [mode for mode in MODES if "torchao" not in mode or record.installed("torchao")]
+    modes = [mode for mode in MODES if "torchao" not in mode or harness.installed("torchao")]
     runners, peaks = harness.built({mode: partial(Runner, mode, shape) for mode in modes})
     result = {"shape": vars(shape), "conversion": {mode: runner.facts for mode, runner in runners.items()}}
     result |= {"peak_bytes": peaks, "db": {"bf16": []} | harness.checked("bf16", runners)}
@@ -252,13 +251,6 @@ def measure_whole(kind: Any) -> Iterator[dict[str, Any]]:
 # --- Time to compile -------------------------------------------------------------------------------------------
 
 
-def new_process(mode: str, scope: str, depth: int) -> dict[str, float]:
-    """The result of `first_step` in a process of its own, with empty caches."""
-    with tempfile.TemporaryDirectory() as empty:
-        caches = {name: str(Path(empty) / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-        return harness.in_new_process(partial(first_step, mode, scope, depth), **caches)
-
-
 def first_step(mode: str, scope: str, depth: int) -> dict[str, float]:
     """Seconds that the first compiled step takes beyond a later one, and milliseconds of the later one."""
     runner = Runner(mode, replace(SHAPES["ViT-H/14"], layers=depth), compiled=False)
@@ -274,9 +266,14 @@ def first_step(mode: str, scope: str, depth: int) -> dict[str, float]:
 
 def compile_times(depth: int) -> Results:
     name = "gpu_compile_time"
-    cells = record.rows_before(name, "cells")
+    cells = harness.rows_before(name, "cells")
     for scope in ("whole", "block"):
-        found = [{"mode": mode, "scope": scope, **new_process(mode, scope, depth)} for mode in ("bf16", "ours")]
+        found = []
+        for mode in ("bf16", "ours"):
+            with tempfile.TemporaryDirectory() as empty:
+                caches = {cache: str(Path(empty) / cache) for cache in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+                seconds = harness.in_new_process(partial(first_step, mode, scope, depth), **caches)
+            found.append({"mode": mode, "scope": scope, **seconds})
         show(found)
         cells = [cell for cell in cells if cell["scope"] != scope] + found
         yield name, {"depth": depth, "cells": cells}
@@ -284,7 +281,7 @@ def compile_times(depth: int) -> Results:
 
 @benchmark(only=("blocks", "whole", "compile"), model=tuple(MODELS), depth=sized(32, 2))
 def main(options: Options) -> Results:
-    earlier = record.before("gpu_vision")
+    earlier = harness.result_before("gpu_vision")
     if options.only in (None, "whole"):
         whole = dict(earlier.get("whole", {}))
         for name in [options.model] if options.model else MODELS:
@@ -292,7 +289,7 @@ def main(options: Options) -> Results:
                 print(f"{name}: {MODELS[name].library} is not installed")
                 continue
             for measured in measure_whole(MODELS[name]):
-                whole[name] = {"machine": record.facts(), **measured}
+                whole[name] = {"machine": harness.facts(), **measured}
                 earlier = {"shapes": {}, **earlier, "whole": whole}
                 yield "gpu_vision", earlier
     found: dict[str, Any] = {}

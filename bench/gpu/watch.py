@@ -53,17 +53,17 @@ class WatchedRunner(Runner):
         return step
 
 
-def measure(mode: str = FUSED, *, many: int = INTERVAL, **options: Any) -> dict[str, Any]:
-    """Times, memory and equality of the stack with and without a watch; `many` steps at the default interval."""
+def measure() -> dict[str, Any]:
+    """Times, memory and equality of the stack with and without a watch."""
     before = allocated()
-    plain = Runner(MODES[mode], **options)
+    plain = Runner(MODES[FUSED])
     least, before = peak_of(plain.step, before), allocated()
-    watched = WatchedRunner(MODES[mode], **options)
+    watched = WatchedRunner(MODES[FUSED])
     single = {UNSAMPLED: watched.every(NEVER, NEVER), BRIEF: watched.every(NEVER, 1), FULL: watched.every(1, NEVER)}
     peaks = [peak_of(step, before) for step in single.values()]
     assert torch.equal(plain.step()[0], watched.step()[0])
     rows = [(name, step, 12, 4) for name, step in single.items()]
-    rows.append((DEFAULT, watched.every(INTERVAL, CHECK_INTERVAL), 4, many))
+    rows.append((DEFAULT, watched.every(INTERVAL, CHECK_INTERVAL), 4, INTERVAL))
     times = {
         name: interleaved({PLAIN: plain.step, name: step}, rounds=rounds, repeat=repeat, warmup=2)
         for name, step, rounds, repeat in rows
@@ -74,11 +74,11 @@ def measure(mode: str = FUSED, *, many: int = INTERVAL, **options: Any) -> dict[
     return {"interval": INTERVAL, "ms": ms, "memory": memory}
 
 
-def small_equality(mode: str = FUSED, **options: Any) -> dict[str, bool]:
+def small_equality(**options: Any) -> dict[str, bool]:
     """Whether outputs and gradients of a small stack are equal: twice without a watch, and without and with one."""
     torch.use_deterministic_algorithms(True)
     try:
-        plain, watched = Runner(MODES[mode], **options), WatchedRunner(MODES[mode], **options)
+        plain, watched = Runner(MODES[FUSED], **options), WatchedRunner(MODES[FUSED], **options)
         watched.every(1, 1)()  # the next step is sampled
         first, second, third = (everything(runner) for runner in (plain, plain, watched))
         watched.watch.close()

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
-from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
 from bench.gpu.variants import use_liger_loss, use_torchao
@@ -85,22 +84,18 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-7, fused=DEVICE == "cuda")
         self.ids = torch.randint(sizes["vocab_size"], (batch, tokens), device=DEVICE)
 
-    def step_of(self, mode: str, compiled: bool) -> "Step":
-        model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
-        MODES[mode](model)
-        if mode.endswith(LIGER):
-            use_liger_loss(model)
-        if compiled:
-            for layer in model.model.layers:
-                layer.compile()
-        return Step(model, self)
-
 
 class Step:
     """A training step of a mode's model."""
 
-    def __init__(self, model: Any, training: Training) -> None:
-        self.model, self.training = model, training
+    def __init__(self, training: Training, mode: str, compiled: bool) -> None:
+        self.training = training
+        self.model = model = copy.deepcopy(training.model, {id(p): p for p in training.model.parameters()})
+        MODES[mode](model)
+        if mode.endswith(LIGER):
+            use_liger_loss(model)
+        for layer in model.model.layers if compiled else ():
+            layer.compile()
 
     def backward(self) -> Tensor:
         loss: Tensor = self.model(self.training.ids, labels=self.training.ids).loss
@@ -126,8 +121,8 @@ class Step:
 def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     """The SQNR of each mode's gradients against BF16's, its milliseconds and its peak."""
     training = Training(shape)
-    modes = [mode for mode in MODES if all(record.installed(p) for word, p in NEEDS.items() if word in mode)]
-    steps = {mode: training.step_of(mode, compiled) for mode in modes}
+    modes = [mode for mode in MODES if all(harness.installed(p) for word, p in NEEDS.items() if word in mode)]
+    steps = {mode: Step(training, mode, compiled) for mode in modes}
     gradients = {mode: made(mode, step.gradients) for mode, step in steps.items()}
     steps = {mode: step for mode, step in steps.items() if gradients[mode] is not None}
     exact = gradients[BASE] or []
@@ -156,7 +151,7 @@ def losses() -> dict[str, Loss]:
     found: dict[str, Loss] = {"bf16": plain}
     found[f"ours, {CHUNK}"] = ours = partial(linear_cross_entropy, chunk=min(CHUNK, TOKENS))
     found[f"ours, rowwise, {CHUNK}"] = partial(ours, recipe="rowwise")
-    if record.installed("liger-kernel"):
+    if harness.installed("liger-kernel"):
         liger: Any = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
         found["Liger"] = lambda x, w, labels: liger(w, x, labels)
     return found
@@ -175,8 +170,7 @@ def given(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def gradients_of(loss: Loss, x: Tensor, w: Tensor, labels: Tensor) -> list[Tensor]:
     """The loss, dx and dw."""
     value = loss(x, w, labels)
-    found = [value.detach(), *torch.autograd.grad(value, (x, w))]
-    return [t.double() for t in found]
+    return [t.double() for t in (value.detach(), *torch.autograd.grad(value, (x, w)))]
 
 
 def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
@@ -216,7 +210,7 @@ def backward(loss: Loss, x: Tensor, w: Tensor, labels: Tensor) -> None:
 @benchmark(only="", rounds=4)
 def main(options: Options) -> Results:
     for package in NEEDS.values():
-        if not record.installed(package):
+        if not harness.installed(package):
             print(f"{package} is not installed: its modes are left out", flush=True)
     result: dict[str, Any] = {}
     if options.only in ("", "loss"):

@@ -232,13 +232,6 @@ def scheme_speeds(rows: Iterable[Row]) -> dict[int, dict[str, float]]:
     }
 
 
-PARITY = """<!-- each parity(results) -->
-| models | {machine}, {mode} |
-| --- | --- |
-| {models} | {kl} |
-"""
-
-
 def parity(results: dict[str, Result]) -> Rows:
     """The KL of forward passes from decoding, by models, machine and mode; the mode of the same bits refuses BF16."""
     for machine in ("CPU", "GPU"):

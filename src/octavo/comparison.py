@@ -12,6 +12,7 @@ later layers, and the first one in the order of the calls tells where it comes f
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,40 +97,36 @@ See = Callable[[Call, str, Tensor], None]
 @contextmanager
 def seen_calls(modules: dict[str, nn.Module], see: See) -> Iterator[None]:
     """Within the block `see` is given x, y, dy and dx of each call of the modules."""
-    with ExitStack() as hooks:
-        for name, module in modules.items():
-            layer = _SeenLayer(name, see)
-            hooks.enter_context(module.register_forward_pre_hook(layer.before))
-            hooks.enter_context(module.register_forward_hook(layer.after))
-        yield
+    calls: dict[str, Call] = {}  # the last one of each module
 
-
-class _SeenLayer:
-    def __init__(self, name: str, see: See) -> None:
-        self.name, self.see = name, see
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        self.call = call = Call(self.name, module, args)
+    def before(name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        calls[name] = call = Call(name, module, args)
         for x in args:
             if isinstance(x, Tensor):
-                self.see(call, "x", x)
+                see(call, "x", x)
         # A view for each module, so that its dx is not the sum over all modules that read x.
-        call.args = tuple(self.follow(call, "dx", x.view_as(x)) if has_gradient(x) else x for x in args)
+        call.args = tuple(follow(call, "dx", x.view_as(x)) if has_gradient(x) else x for x in args)
         return call.args
 
-    def after(self, module: nn.Module, args: Any, y: Any) -> None:
-        call = self.call
+    def after(name: str, module: nn.Module, args: Any, y: Any) -> None:
+        call = calls[name]
         output = y[0] if isinstance(y, tuple) and y else y
         if isinstance(output, Tensor):
-            self.see(call, "y", output)
-            self.follow(call, "dy", output)
+            see(call, "y", output)
+            follow(call, "dy", output)
         call.args = ()
 
-    def follow(self, call: Call, tensor: str, value: Tensor) -> Tensor:
+    def follow(call: Call, tensor: str, value: Tensor) -> Tensor:
         """`value`, whose gradient is seen when it is computed."""
         if has_gradient(value):
-            value.register_hook(lambda gradient: self.see(call, tensor, gradient))  # type: ignore[no-untyped-call]
+            value.register_hook(lambda gradient: see(call, tensor, gradient))  # type: ignore[no-untyped-call]
         return value
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
+            hooks.enter_context(module.register_forward_hook(partial(after, name)))
+        yield
 
 
 def has_gradient(value: Any) -> bool:

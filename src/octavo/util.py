@@ -46,6 +46,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else noun + 's'}"
 
 
+def number(value: float | None, form: str, unit: float = 1.0) -> str:
+    """A number by its unit, in a form such as ".2f"; "" for None."""
+    return "" if value is None else format(value / unit, form)
+
+
 def percent(share: float) -> str:
     """A share of 0 to 1 in percent: "7.1 %"."""
     return f"{100 * share:.1f} %"

@@ -95,11 +95,6 @@ def print_rows(rows: Sequence[Mapping[str, str]], *, prose: tuple[str, ...] = ()
     print_table(Table(title, names, cells, right, prose))
 
 
-def number(value: float | None, form: str, unit: float = 1.0) -> str:
-    """A number by its unit, in a form such as ".2f"; "" for None."""
-    return "" if value is None else format(value / unit, form)
-
-
 def _aligned(text: str, width: int, right: bool) -> str:
     blanks = " " * (width - cell_len(text))
     return blanks + text if right else text + blanks

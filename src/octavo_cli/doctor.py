@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.util import choose_device, finite
-from octavo_cli.command import FORMATS, GPUS, RECIPES, AsJson, argument, option
 from octavo_cli.display import print_rows, progress, say
+from octavo_cli.shared import FORMATS, GPUS, RECIPES, AsJson, argument, option
 
 if TYPE_CHECKING:
     import torch

@@ -15,22 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from octavo.util import plural, printable
-from octavo_cli.command import (
-    ATTENTIONS,
-    DATA_HELP,
-    KV_CACHES,
-    AsJson,
-    Device,
-    Step,
-    argument,
-    changed,
-    numbers,
-    option,
-    print_reading,
-    refuse_unused,
-)
-from octavo_cli.display import number, print_facts, print_rows, progress, say
+from octavo.util import number, plural, printable
+from octavo_cli import shared
+from octavo_cli.display import print_facts, print_rows, progress, say
+from octavo_cli.shared import DATA_HELP, KV_CACHES, argument, changed, numbers, option, print_reading, refuse_unused
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +53,9 @@ def generate_command(
     time: Annotated[bool, option("--time", "Time random prompts instead of writing text.")] = False,
     length: Annotated[str, option("NUMBERS", "With --time: lengths of the prompts in tokens.")] = "128,2048",
     rounds: Annotated[int, option("NUMBER", "With --time: times that each size is measured.")] = 5,
-    step: Step = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
+    step: shared.Step = None,
+    device: shared.Device = "auto",
+    as_json: shared.AsJson = False,
 ) -> None:
     """Generate text from prompts, or time it.
 
@@ -107,7 +95,7 @@ def generate_command(
     grid = Grid(numbers("--batch", batch or ("1,16" if time else "16")), numbers("--length", length), count, rounds)
     if not time and len(grid.batches) > 1:
         raise ValueError(f"--batch takes one number without --time, got {', '.join(map(str, grid.batches))}")
-    for name, value, known in (("--kv-cache", kv_cache, KV_CACHES), ("--attention", attention, ATTENTIONS)):
+    for name, value, known in (("--kv-cache", kv_cache, KV_CACHES), ("--attention", attention, shared.ATTENTIONS)):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
@@ -352,9 +340,9 @@ def evaluate_command(
     batches: Annotated[int | None, option("NUMBER", "Batches. Default: what the run takes, all of --data.")] = None,
     batch: Annotated[int, option("NUMBER", "With --data: sequences in a batch.")] = 4,
     context: Annotated[int | None, option("NUMBER", "With --data: tokens in a sequence, up to the model's.")] = None,
-    step: Step = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
+    step: shared.Step = None,
+    device: shared.Device = "auto",
+    as_json: shared.AsJson = False,
 ) -> None:
     """Measure the loss and the perplexity of a model on text.
 

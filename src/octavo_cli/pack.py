@@ -9,31 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.util import plural, some_of
-from octavo_cli.command import (
-    BUDGET_HELP,
-    DATA_HELP,
-    FOR_VLLM,
-    GGUF_WEIGHTS,
-    LAYOUTS,
-    RUN_OPTIONS,
-    SCHEMES,
-    Device,
-    Freeze,
-    Out,
-    Packed,
-    PromptBatch,
-    PromptSeed,
-    PromptTokens,
-    Step,
-    argument,
-    changed,
-    numbers,
-    option,
-    print_reading,
-    refuse_unused,
-    required_data,
-)
+from octavo_cli import shared
 from octavo_cli.display import print_facts, print_rows, progress, say
+from octavo_cli.shared import DATA_HELP, argument, changed, numbers, option, print_reading, refuse_unused, required_data
 
 if TYPE_CHECKING:
     from octavo.calibration.calibrator import Calibration
@@ -46,19 +24,19 @@ _ROWS = 10  # of groups of layers, or of sites
 def pack_command(
     command: typer.Context,
     source: Annotated[Path, argument("SOURCE", "A run of octavo train, or a Hugging Face model folder.")],
-    out: Out,
+    out: shared.Out,
     scheme: Annotated[
         str | None,
         option(
             "NAME",
-            f"Scheme of the packed layers: {', '.join(SCHEMES)}. Default: that of the run's recipe, or channel. "
-            f"Of gguf: {', '.join(GGUF_WEIGHTS)}. With --smooth or --rotate: bf16, fp32.",
+            f"Scheme of the packed layers: {', '.join(shared.SCHEMES)}. Default: that of the run's recipe, or channel. "
+            f"Of gguf: {', '.join(shared.GGUF_WEIGHTS)}. With --smooth or --rotate: bf16, fp32.",
         ),
     ] = None,
     layer: Annotated[list[str] | None, option("GLOB=SCHEME", "Another scheme for these layers. Repeatable.")] = None,
     layout: Annotated[
-        str, option("NAME", f"{', '.join(LAYOUTS)}, or gguf. {FOR_VLLM} gguf is a file for llama.cpp.")
-    ] = LAYOUTS[0],
+        str, option("NAME", f"{', '.join(shared.LAYOUTS)}, or gguf. {shared.FOR_VLLM} gguf is a file for llama.cpp.")
+    ] = shared.LAYOUTS[0],
     skip: Annotated[list[str] | None, option("GLOB", "Layers that stay in BF16. Repeatable.")] = None,
     calibration: Annotated[Path | None, option("FOLDER", "By octavo calibrate: for static and --kv-cache.")] = None,
     rule: Annotated[str | None, option("NAME", "Rule of its scales: amax, the default, percentile or mse.")] = None,
@@ -71,20 +49,21 @@ def pack_command(
     kv_cache: Annotated[str | None, option("NAME", "fp8: store the scales of a cache of keys and values.")] = None,
     experts: Annotated[bool, option("--experts", "Pack the experts of a mixture too, each with own scales.")] = False,
     tensor_parallel: Annotated[str, option("NUMBERS", "GPUs, as 1,2,4, that the layers must divide over.")] = "1",
-    step: Step = None,
+    step: shared.Step = None,
     smooth: Annotated[Path | None, option("FOLDER", "Move outliers into weights by a calibration, unpacked.")] = None,
     alpha: Annotated[float, option("NUMBER", "For --smooth: how much of the outliers moves, from 0 to 1.")] = 0.5,
     rotate: Annotated[bool, option("--rotate", "Rotate residual stream and values, unpacked. For RMSNorm.")] = False,
     seed: Annotated[int, option("NUMBER", "For --rotate: seed of the signs of the rotation.")] = 0,
     no_tokenizer: Annotated[bool, option("--no-tokenizer", "For gguf: leave out the tokenizer, else a BPE.")] = False,
     budget: Annotated[
-        list[str] | None, option("BUDGET", f"Keep layers in BF16 until the model on --data is within {BUDGET_HELP}.")
+        list[str] | None,
+        option("BUDGET", f"Keep layers in BF16 until the model on --data is within {shared.BUDGET_HELP}."),
     ] = None,
-    freeze: Freeze = None,
+    freeze: shared.Freeze = None,
     data: Annotated[list[str] | None, option("TEXT", f"For --budget and --freeze. {DATA_HELP}.")] = None,
     samples: Annotated[int, option("NUMBER", "For --budget: number of prompts.")] = 32,
     context: Annotated[int, option("NUMBER", "For --budget and --freeze: most tokens of a prompt.")] = 512,
-    device: Device = "cpu",
+    device: shared.Device = "cpu",
 ) -> None:
     """Write a model with its linear weights in FP8.
 
@@ -125,7 +104,7 @@ def pack_command(
     refuse_unused(command, ["--alpha", "--seed"], "--smooth or --rotate")
     if layout == "gguf":
         _only(command, "--layout gguf", "--layout", "--scheme", "--step", "--no-tokenizer")
-        _write_gguf(source, out, scheme or GGUF_WEIGHTS[0], not no_tokenizer, step)
+        _write_gguf(source, out, scheme or shared.GGUF_WEIGHTS[0], not no_tokenizer, step)
         return
     refuse_unused(command, ["--no-tokenizer"], "--layout gguf")
     if out.suffix == ".gguf":
@@ -148,7 +127,7 @@ def pack_command(
     if budget and freeze is not None:
         raise ValueError("--budget and --freeze both run the model on --data: give one of them")
     if not budget and freeze is None:
-        refuse_unused(command, RUN_OPTIONS, "--budget or --freeze")
+        refuse_unused(command, shared.RUN_OPTIONS, "--budget or --freeze")
     if freeze is not None:
         refuse_unused(command, ["--samples"], "--budget")
     with progress("packing") as advance:
@@ -323,18 +302,18 @@ def _write_gguf(source: Path, out: Path, weights: str, tokenizer: bool, step: in
 
 def unpack_command(
     command: typer.Context,
-    folder: Packed,
-    out: Out,
+    folder: shared.Packed,
+    out: shared.Out,
     layout: Annotated[
-        str | None, option("NAME", f"Another layout: {', '.join(LAYOUTS)}. {FOR_VLLM} Default: BF16.")
+        str | None, option("NAME", f"Another layout: {', '.join(shared.LAYOUTS)}. {shared.FOR_VLLM} Default: BF16.")
     ] = None,
     scheme: Annotated[
-        str | None, option("NAME", f"Another scheme: {', '.join(SCHEMES)}. Default: that of each layer stays.")
+        str | None, option("NAME", f"Another scheme: {', '.join(shared.SCHEMES)}. Default: that of each layer stays.")
     ] = None,
-    freeze: Freeze = None,
+    freeze: shared.Freeze = None,
     data: Annotated[list[str] | None, option("TEXT", f"For --freeze. {DATA_HELP}.")] = None,
     context: Annotated[int, option("NUMBER", "For --freeze: most tokens of a prompt.")] = 512,
-    device: Device = "cpu",
+    device: shared.Device = "cpu",
 ) -> None:
     """Write a packed model in BF16, or in another layout or scheme.
 
@@ -355,9 +334,9 @@ def unpack_command(
     if freeze is not None and scheme not in (None, "static"):
         raise ValueError(f"--freeze stores scales of inputs, which only the scheme static has; got --scheme {scheme}")
     if freeze is None:
-        refuse_unused(command, RUN_OPTIONS, "--freeze")
+        refuse_unused(command, shared.RUN_OPTIONS, "--freeze")
     to_bf16 = freeze is None and layout is None and scheme is None
-    layout = layout or LAYOUTS[0]
+    layout = layout or shared.LAYOUTS[0]
     with progress("unpacking" if to_bf16 else "converting") as advance:
         if to_bf16:
             result = unpack(folder, out, progress=advance)
@@ -387,14 +366,14 @@ def unpack_command(
 
 def calibrate_command(
     model: Annotated[Path, argument("MODEL", "A Hugging Face model folder, or a run of octavo train.")],
-    out: Out,
+    out: shared.Out,
     data: Annotated[list[str], option("TEXT", f"{DATA_HELP}.")],
     samples: Annotated[int, option("NUMBER", "Number of prompts; 128 to 512 are usual.")] = 256,
-    context: PromptTokens = 2048,
-    batch: PromptBatch = 8,
-    device: Device = "cpu",
-    seed: PromptSeed = 0,
-    step: Step = None,
+    context: shared.PromptTokens = 2048,
+    batch: shared.PromptBatch = 8,
+    device: shared.Device = "cpu",
+    seed: shared.PromptSeed = 0,
+    step: shared.Step = None,
 ) -> None:
     """Measure the tensors of a model while it runs on text.
 

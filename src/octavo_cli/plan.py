@@ -14,8 +14,8 @@ import typer
 
 from octavo.util import Table
 from octavo.version import __version__
-from octavo_cli.command import ATTENTIONS, CACHES, GPUS, SCHEMES, AsJson, argument, changed, option
 from octavo_cli.display import check_output, print_rows, print_table, say, write_output
+from octavo_cli.shared import ATTENTIONS, CACHES, GPUS, SCHEMES, AsJson, argument, changed, option
 
 if TYPE_CHECKING:
     from octavo.plan.cases import TrainingPlan

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.util import Table, plural
-from octavo_cli.command import MODEL_PRESETS, AsJson, argument, option, settings_after
-from octavo_cli.display import check_output, number, print_facts, print_rows, print_table, progress, say, write_output
+from octavo.util import Table, number, plural
+from octavo_cli.display import check_output, print_facts, print_rows, print_table, progress, say, write_output
+from octavo_cli.shared import MODEL_PRESETS, AsJson, argument, option, settings_after
 
 if TYPE_CHECKING:
     from octavo.bisection import Bisection, Part, ShortRun, Trial

@@ -12,21 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.util import plural
-from octavo_cli.command import (
-    BUDGET_HELP,
-    DATA_HELP,
-    AsJson,
-    Device,
-    Packed,
-    PromptBatch,
-    PromptSeed,
-    PromptTokens,
-    argument,
-    option,
-    print_reading,
-    refuse_unused,
-)
+from octavo_cli import shared
 from octavo_cli.display import check_output, print_rows, progress, say, show, write_output
+from octavo_cli.shared import DATA_HELP, argument, option, print_reading, refuse_unused
 
 if TYPE_CHECKING:
     from octavo.checkpoint.packed_folder import PackedTensors
@@ -38,7 +26,7 @@ _ROWS = 12
 
 def verify_command(
     command: typer.Context,
-    packed: Packed,
+    packed: shared.Packed,
     against: Annotated[
         Path | None,
         option("MODEL", "The folder or run that it was packed from; without it fewer checks are made."),
@@ -46,13 +34,13 @@ def verify_command(
     calibration: Annotated[Path | None, option("FOLDER", "The calibration that gave the stored scales.")] = None,
     data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}; without it the quality is not measured.")] = None,
     budget: Annotated[
-        list[str] | None, option("BUDGET", f"The most that packing may cost on --data: {BUDGET_HELP}.")
+        list[str] | None, option("BUDGET", f"The most that packing may cost on --data: {shared.BUDGET_HELP}.")
     ] = None,
     samples: Annotated[int, option("NUMBER", "Number of prompts.")] = 64,
-    context: PromptTokens = 512,
-    batch: PromptBatch = 8,
-    device: Device = "cpu",
-    seed: PromptSeed = 0,
+    context: shared.PromptTokens = 512,
+    batch: shared.PromptBatch = 8,
+    device: shared.Device = "cpu",
+    seed: shared.PromptSeed = 0,
     folded: Annotated[bool, option("--folded", "Weights were smoothed or rotated: do not compare them.")] = False,
     live: Annotated[
         bool, option("--live", "Also run the model that octavo.load opens, and check what its layers compute.")
@@ -129,7 +117,7 @@ def inspect_command(
     batch: Annotated[int | None, option("NUMBER", "With --dtypes: sequences.")] = None,
     context: Annotated[int | None, option("NUMBER", "With --dtypes: tokens of a sequence.")] = None,
     weights: Annotated[str | None, option("NAME", "With --dtypes: the dtype of the weights, fp32 or bf16.")] = None,
-    as_json: AsJson = False,
+    as_json: shared.AsJson = False,
 ) -> None:
     """List the tensors of a packed folder, or trace dtypes.
 

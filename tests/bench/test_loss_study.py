@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bench.gpu.loss import __main__ as command
-from bench.gpu.loss import result, text, training
+from bench.gpu.loss import result, training
 from bench.gpu.loss.model import CONFIGS, METHODS, MODES, make_model, round_operands
 from bench.report import loss
 from bench.report.filler import HELPERS, Fields, fill
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole study, of one module of Python's library as text, by `all`."""
     folder = tmp_path_factory.mktemp("loss")
     command.study_of(folder, size="tiny")
-    text.prepare(folder, CONFIG, [logging.config.__file__])
+    training.prepare_text(folder, CONFIG, [logging.config.__file__])
     with pytest.raises(SystemExit) as ended:
         command.main(["all", str(folder), "--processes", "2", "--plan", PLAN])
     assert ended.value.code == 0
@@ -58,11 +58,11 @@ def found(folder: Path) -> dict[str, Any]:
 def test_a_file_of_which_half_the_lines_came_before_is_left_out() -> None:
     lines = [f"line {i} that is long enough to count" for i in range(8)]
     whole, half, less = (f"{chr(10).join(part)}\n" for part in (lines[:4], lines[2:6], [*lines[3:4], *lines[6:8]]))
-    assert list(text.without_copies([whole, whole.upper(), whole, half, less])) == [whole, whole.upper(), less]
+    assert list(training.without_copies([whole, whole.upper(), whole, half, less])) == [whole, whole.upper(), less]
 
 
 def test_no_order_reads_a_sequence_twice_and_all_begin_as_the_trunk() -> None:
-    trunk, one, two = (text.reading_order(100, 6, 8, order) for order in (None, 7, 8))
+    trunk, one, two = (training.reading_order(100, 6, 8, order) for order in (None, 7, 8))
     for rows in (trunk, one, two):
         assert sorted(rows.tolist()) == list(range(100))
         assert torch.equal(rows[:48], trunk[:48])
@@ -71,7 +71,7 @@ def test_no_order_reads_a_sequence_twice_and_all_begin_as_the_trunk() -> None:
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"4000 steps without a repetition take [\d,]+ tokens; the text has"):
-        text.prepare(tmp_path, CONFIG.change(steps=4000), [__file__])
+        training.prepare_text(tmp_path, CONFIG.change(steps=4000), [__file__])
 
 
 # --- Training --------------------------------------------------------------------------------------------------
@@ -84,9 +84,9 @@ def test_every_mode_takes_the_weights_of_the_trunk() -> None:
 
 def test_a_branch_of_bf16_without_a_change_of_order_goes_on_as_the_trunk_would(folder: Path) -> None:
     """The state of a branch is whole: the steps after it are bit for bit those of a run without a stop."""
-    training_text = text.read_tokens(folder, "training", CONFIG.context, CPU)
+    training_text = training.read_tokens(folder, "training", CONFIG.context, CPU)
     first, last = STUDY.first, STUDY.first + 2
-    order = text.reading_order(len(training_text), first, CONFIG.batch, None)
+    order = training.reading_order(len(training_text), first, CONFIG.batch, None)
     straight = training.Learner("bf16", CONFIG, CPU)
     losses = list(training.steps(straight, training_text, order, 0, last))
     branch = training.Learner("bf16", CONFIG, CPU)
@@ -124,18 +124,18 @@ def test_branches_leave_early_and_learn_at_a_rate_of_their_own(folder: Path, tmp
     assert trunk == whole[:2]
     assert branch["first"] == 2
     assert len(branch["losses"]) == 18
-    order = text.reading_order(len(text.read_tokens(tmp_path, "training", CONFIG.context, CPU)), 2, CONFIG.batch, 7)
     learner = training.Learner("bf16", CONFIG, CPU)
     learner.restart(load_file(tmp_path / "trunk.safetensors"))
-    rows = text.read_tokens(tmp_path, "training", CONFIG.context, CPU)
+    rows = training.read_tokens(tmp_path, "training", CONFIG.context, CPU)
+    order = training.reading_order(len(rows), 2, CONFIG.batch, 7)
     assert training.rounded(list(training.steps(learner, rows, order, 2, 4, 2.0))) == branch["losses"][:2]
 
 
 @pytest.mark.parametrize("batch", [2, 4])
 def test_micro_batches_are_the_sequences_of_a_step(folder: Path, batch: int) -> None:
     learner = training.Learner("bf16", CONFIG.change(batch=batch, accumulate=4 // batch), CPU)
-    rows = text.read_tokens(folder, "training", CONFIG.context, CPU)
-    found = list(training.steps(learner, rows, text.reading_order(len(rows), 0, 4, None), 0, 2))
+    rows = training.read_tokens(folder, "training", CONFIG.context, CPU)
+    found = list(training.steps(learner, rows, training.reading_order(len(rows), 0, 4, None), 0, 2))
     assert training.rounded(found) == pytest.approx(json.loads((folder / "trunk.json").read_text())["losses"][:2], 1e-3)
 
 

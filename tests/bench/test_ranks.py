@@ -11,8 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from bench import record
-from bench.gpu import fsdp, ranks
+from bench.gpu import fsdp, harness, ranks
 from bench.gpu.fsdp import MODES
 from bench.gpu.harness import draw_matrices, write
 from bench.gpu.llama import Plain
@@ -28,7 +27,7 @@ EAGER = "bf16, eager"
 def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     """The rows of a run with modes that fail, then times over two links."""
     warnings.simplefilter("ignore")  # of torch, that a unit of FSDP2 returns a view
-    record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
+    harness.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
     MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
     MODES["broken"] = replace(MODES[EAGER], convert=fail)
     MODES["not in FP8"] = replace(MODES[EAGER], convert=lambda model: None)
@@ -110,7 +109,7 @@ def measure_blocks(rank: int, folder: str) -> list[Any]:
 
     from bench.gpu import tensor_parallel
 
-    record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
+    harness.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
     mesh = init_device_mesh("cpu", (2,))
     tensor_parallel.MODES["broken"] = replace(tensor_parallel.MODES["bf16"], split=fail)
     names = ["bf16", "bf16, async", "broken", "octavo: rowwise"]

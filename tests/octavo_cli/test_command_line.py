@@ -32,8 +32,9 @@ from octavo.plan.serving import CACHE_BYTES
 from octavo.rates.measured import known_gpus
 from octavo.recipe import PRESETS
 from octavo.train.config import PRESETS as MODEL_PRESETS
-from octavo_cli import command as choices
+from octavo_cli import shared
 from octavo_cli.app import app
+from octavo_cli.command import OTHER_COMMANDS, Command
 
 Octavo = Callable[..., tuple[Any, str, str]]
 COMMANDS = (
@@ -98,9 +99,9 @@ def test_the_commands_are_listed_in_groups(printed) -> None:
 
 
 def test_every_other_word_stands_for_a_command_that_exists() -> None:
-    named = {name for advice in choices.OTHER_COMMANDS.values() for name in re.findall(r"octavo ([a-z-]+)", advice)}
+    named = {name for advice in OTHER_COMMANDS.values() for name in re.findall(r"octavo ([a-z-]+)", advice)}
     assert named <= set(COMMANDS)
-    assert not choices.OTHER_COMMANDS.keys() & set(COMMANDS)
+    assert not OTHER_COMMANDS.keys() & set(COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +122,16 @@ def test_a_shell_completes_commands_and_options(octavo, monkeypatch, words, offe
 
 
 def test_help_lists_what_the_library_takes() -> None:
-    assert tuple(FORMATS) == choices.FORMATS
-    assert ATTENTIONS == choices.ATTENTIONS
-    assert tuple(CACHE_BYTES) == choices.CACHES
-    assert tuple(known_gpus()) == choices.GPUS
-    assert tuple(WEIGHTS) == choices.GGUF_WEIGHTS
-    assert {AUTO, *DTYPES} - {"fp32", "fp16"} == set(choices.KV_CACHES)
-    assert tuple(name for name, layout in LAYOUTS.items() if layout.written) == choices.LAYOUTS
-    assert tuple(MODEL_PRESETS) == choices.MODEL_PRESETS
-    assert tuple(PRESETS) == choices.RECIPES
-    assert tuple(SCHEMES) == choices.SCHEMES
+    assert tuple(FORMATS) == shared.FORMATS
+    assert ATTENTIONS == shared.ATTENTIONS
+    assert tuple(CACHE_BYTES) == shared.CACHES
+    assert tuple(known_gpus()) == shared.GPUS
+    assert tuple(WEIGHTS) == shared.GGUF_WEIGHTS
+    assert {AUTO, *DTYPES} - {"fp32", "fp16"} == set(shared.KV_CACHES)
+    assert tuple(name for name, layout in LAYOUTS.items() if layout.written) == shared.LAYOUTS
+    assert tuple(MODEL_PRESETS) == shared.MODEL_PRESETS
+    assert tuple(PRESETS) == shared.RECIPES
+    assert tuple(SCHEMES) == shared.SCHEMES
 
 
 # --- Options: --data takes several words, and no number is inf or NaN
@@ -138,7 +139,7 @@ def test_help_lists_what_the_library_takes() -> None:
 several = typer.Typer()
 
 
-@several.command(cls=choices.Command)
+@several.command(cls=Command)
 def command(
     model: Path, out: Path, data: Annotated[list[str], typer.Option()], samples: int = 1, dry: bool = False
 ) -> None:

@@ -20,7 +20,7 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.settings import load_config
 from octavo.version import __version__
 from octavo_cli import doctor
-from octavo_cli.command import GPUS, SCHEMES
+from octavo_cli.shared import GPUS, SCHEMES
 
 GEMMS = ("y", "dx", "dw")
 QUANTIZED = dict.fromkeys(PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx"), "rowwise_forward": ("y",)}

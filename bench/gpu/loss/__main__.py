@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench import record
-from bench.gpu.harness import in_processes
+from bench.gpu.harness import in_processes, write_result
 from bench.gpu.loss import result, training
 from bench.gpu.loss.model import CONFIGS
 from bench.gpu.loss.training import SHARE, Study
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         where = "gpu" if found["machine"]["gpu"] else "cpu"
         share = "" if study.share == SHARE else f"_at_{100 * study.share:.0f}"
         rate = "" if study.rate == 1 else f"_rate_{study.rate:g}"
-        print(record.write(f"{where}_loss_{study.size}{share}{rate}", found))
+        print(write_result(f"{where}_loss_{study.size}{share}{rate}", found))
     else:
         torch._dynamo.config.recompile_limit = 64
         call_of(options.command, options.runs, folder, study)()

@@ -26,8 +26,7 @@ from statistics import fmean, median
 from typing import Any
 
 from bench.gpu.loss.model import IN_BF16, MODES
-from bench.gpu.loss.text import rows_of_step
-from bench.gpu.loss.training import DISTURBANCE, LAST, Study
+from bench.gpu.loss.training import DISTURBANCE, LAST, Study, rows_of_step
 from bench.gpu.runs import settings
 from octavo.evaluation.metrics import ratio, student_quantile
 from octavo.train.config import Config
@@ -103,12 +102,8 @@ def curve_of(runs: dict[Key, dict[str, Any]], rates: Sequence[dict[str, Any]], c
     falls = [(fmean(a["bf16"]) - fmean(b["bf16"])) / (b["step"] - a["step"]) for a, b in ends]
     checked = [{"steps": r["steps"], "rate": r["rate"], "loss": fmean(r["evaluation"]["bf16"])} for r in rates]
     half = [run["loss"] for run in checked if run["steps"] == config.steps // 2]
-    return {
-        "loss": loss,
-        "slope": fmean(falls) / loss,
-        "per_doubling": half[0] - loss if half else None,
-        "rates": checked,
-    }
+    doubling = half[0] - loss if half else None
+    return {"loss": loss, "slope": fmean(falls) / loss, "per_doubling": doubling, "rates": checked}
 
 
 # --- Gaps ------------------------------------------------------------------------------------------------------

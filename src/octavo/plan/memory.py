@@ -104,8 +104,7 @@ def _filled_bytes(setup: Setup, block: Block) -> float:
 
 def _again_bytes(setup: Setup, block: Block) -> float:
     """The tensors of one block that activation checkpointing computes again, beside those that the block has saved."""
-    mode = setup.config.activation_checkpointing.mode
-    if mode == "none":
+    if setup.config.activation_checkpointing.mode == "none":
         return 0.0
     return saved_bytes(setup, block, "none") - saved_bytes(setup, block) + saved_bytes(setup, block, "full")
 

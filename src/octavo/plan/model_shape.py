@@ -280,12 +280,8 @@ def _opt(name: str, f: Fields) -> Architecture:
 def _decoder_with_positions(name: str, f: Fields, positions: int, *, bias: bool) -> Architecture:
     width, heads, hidden = f["hidden_size"], f["num_attention_heads"], f["ffn_dim"]
     block = _encoder_block(f["num_hidden_layers"], width, heads, hidden, bias=bias, causal=True)
-    vocabulary, tied = f["vocab_size"], bool(f["tie_word_embeddings"])
-    return Architecture(
-        name, f["model_type"], width, f["max_position_embeddings"], vocabulary, (block,),
-        head=0 if tied else vocabulary * width, embeddings=(vocabulary + positions) * width, others=2 * width,
-        tied=tied, layer_norm=True, fused=True,
-    )  # fmt: skip
+    model = _language_model(name, f, [block], fused=True, others=2 * width)
+    return replace(model, embeddings=model.embeddings + positions * width, layer_norm=True)
 
 
 def _encoder_block(count: int, width: int, heads: int, hidden: int, bias: bool = True, causal: bool = False) -> Block:

@@ -3,14 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.ops.dispatch import (
-    GRADIENT_TILE,
-    Backend,
-    fp8_attention_limit,
-    gemm_backends,
-    grouped_backends,
-    in_formats_of,
-)
+from octavo.ops import dispatch
 from octavo.ops.launching import ARCHITECTURES
 from octavo.plan.model_shape import Architecture, Attention, Block
 from octavo.rates.measured import Gpu, Shape, product_origin
@@ -26,10 +19,10 @@ def chosen_recipe(recipe: str | Recipe, gpu: Gpu) -> Recipe:
     return get_recipe(("rowwise" if gpu.fp8 else "bf16") if recipe == "auto" else recipe)
 
 
-def find_gemms(recipe: Recipe, gpu: Gpu) -> dict[str, Backend]:
+def find_gemms(recipe: Recipe, gpu: Gpu) -> dict[str, dispatch.Backend]:
     """The backends of y, dx and dw of `recipe`, in the eight-bit formats of `gpu`."""
     architecture = ARCHITECTURES[gpu.architecture]
-    return gemm_backends(in_formats_of(architecture, recipe), architecture)
+    return dispatch.gemm_backends(dispatch.in_formats_of(architecture, recipe), architecture)
 
 
 def check_gemms(recipe: Recipe, gpu: Gpu) -> None:
@@ -128,7 +121,7 @@ class Setup:
     def fp8_experts(self) -> bool:
         """True if experts run in FP8."""
         architecture = ARCHITECTURES[self.gpu.architecture]
-        found = grouped_backends(in_formats_of(architecture, self.recipe), architecture)
+        found = dispatch.grouped_backends(dispatch.in_formats_of(architecture, self.recipe), architecture)
         return bool(found) and all(backend.name != "none" for backend in found.values())
 
     @property
@@ -144,8 +137,8 @@ class Setup:
             return None
         if context < attention.shortest:
             return f"texts of {context:,} tokens are shorter than attention.shortest, {attention.shortest:,}"
-        if context % GRADIENT_TILE:
-            return f"{context:,} tokens are no multiple of {GRADIENT_TILE}"
+        if context % dispatch.GRADIENT_TILE:
+            return f"{context:,} tokens are no multiple of {dispatch.GRADIENT_TILE}"
         return fp8_limit(self.model, self.gpu)
 
     @property
@@ -288,4 +281,4 @@ def fp8_limit(model: Architecture, gpu: Gpu) -> str:
         return f"FP8 attention is causal, and that of {model.name} is not"
     if a.queries != a.output:
         return f"FP8 attention takes queries and values of one size, and those of {model.name} differ"
-    return fp8_attention_limit(ARCHITECTURES[gpu.architecture], a.queries // a.heads)
+    return dispatch.fp8_attention_limit(ARCHITECTURES[gpu.architecture], a.queries // a.heads)

@@ -13,7 +13,7 @@ from octavo.numerics.formats import FP8_FORMATS
 from octavo.report import heat_maps
 from octavo.report.page import Line, LineChart, Page, paragraphs, place, read_asset, table
 from octavo.train.run_records import ONE_SEED, RunData, Series, different_settings, recipe_name
-from octavo.util import plural
+from octavo.util import number, plural
 from octavo.watching.storage import BINADES, GEMMS, OPERANDS, Array, Event, Watched
 
 _POINTS = 4000  # of a line
@@ -221,8 +221,8 @@ def run_facts(run: RunData) -> dict[str, str]:
         "steps": _steps(run),
         "loss": _loss(run.series.get("loss")),
         "evaluation loss": _loss(run.series.get("evaluation_loss")),
-        "tokens/s": _number(run.tokens_per_second, ",.0f"),
-        "MFU": _number(last.get("mfu"), ".1%"),
+        "tokens/s": number(run.tokens_per_second, ",.0f"),
+        "MFU": number(last.get("mfu"), ".1%"),
         "peak memory": f"{run.peak_memory / 1e9:.2f} GB" if run.peak_memory else "",
         "inf or NaN": plural(wrong, "value") if wrong else "",
     }
@@ -290,13 +290,9 @@ def _steps(run: RunData) -> str:
 def _loss(series: Series | None) -> str:
     """The last loss; if that is inf or NaN, the last number and its step, too."""
     if series is None or series.last is not None:
-        return "" if series is None else _number(series.last, ".4f")
+        return "" if series is None else number(series.last, ".4f")
     before = ", {1:.4f} at step {0:,}".format(*[*series.finite.items()][-1]) if series.finite else ""
     return f"inf or NaN at step {int(series.steps[-1]):,}{before}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def verdict(run: RunData, *, alone: bool = True) -> tuple[str, bool]:
@@ -454,11 +450,11 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
     """The layers, each with the worst value of each metric over all samples."""
     columns, layers = heat_maps.Columns(heat_maps.sampled_steps(watched), 1), []
     worst = heat_maps.metric_grids(watched, columns)
-    for number, layer in enumerate(watched.layers):
+    for at, layer in enumerate(watched.layers):
         figures: dict[str, dict[str, float | None]] = {}
         for key, grids in worst.items():
             for operand, grid in grids.items():
-                figures.setdefault(operand, {})[key] = _worst(grid[number], _BY_KEY[key])
+                figures.setdefault(operand, {})[key] = _worst(grid[at], _BY_KEY[key])
         layers.append({**layer.to_dict(), "figures": figures})
     return {
         "interval": watched.interval,
