@@ -134,7 +134,7 @@ def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     rows = {mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)} for mode, row in speeds.items()}
     for mode, row in rows.items():
         show(f"{name:12} {mode:34}", row)
-    return {"machine": record.facts(), "modes": rows, "rounds": times}
+    return {"machine": harness.facts(), "modes": rows, "rounds": times}
 
 
 # --- The losses alone ------------------------------------------------------------------------------------------
