@@ -543,9 +543,6 @@ def _fill(model: Any, weights: dict[str, Any]) -> None:
         set_model_state_dict(model, weights, options=whole)
 
 
-_DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
-
-
 class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the block, random numbers for parameters are those that one process draws for whole tensors on the CPU.
     Every process draws the whole tensor from torch's global generator, and a DTensor takes its own part of it. The
@@ -553,7 +550,8 @@ class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the largest parameter, and not the model, must fit in the memory of the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _DRAWS or not (isinstance(args[0], DTensor) or args[0].is_meta):
+        draws = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+        if func not in draws or not (isinstance(args[0], DTensor) or args[0].is_meta):
             return func(*args, **(kwargs or {}))
         tensor, *numbers = args
         whole = func(torch.empty(tensor.shape, device="cpu"), *numbers, **(kwargs or {}))  # FP32, as one process draws

@@ -10,12 +10,12 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,23 +83,15 @@ class TrainState:
 # ---- Reading a checkpoint.
 
 
-class Opened(NamedTuple):
-    """The contents of train.json in a checkpoint, and the readers of its other files."""
-
-    described: Mapping[str, Any]
-    model: ShardReader
-    optimizer: ShardReader
-    state: ShardReader
-
-
-def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> Opened:
-    """An ArtifactError if the checkpoint is truncated, of another model (on any device), or of other data."""
+def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> tuple[Mapping[str, Any], list[ShardReader]]:
+    """The contents of train.json in a checkpoint, and the readers of its weights, its moments and the rest. An
+    ArtifactError if the checkpoint is truncated, of another model (on any device), or of other data."""
     described = _read_description(folder)
     if described["fingerprint"] != fingerprint:
         raise ArtifactError(
             f"the data is not what {folder} was trained on: pass the same --data and --validation-fraction"
         )
-    return Opened(described, _open_weights(folder, model), *(_open(folder, stem) for stem in ("optimizer", "state")))
+    return described, [_open_weights(folder, model), _open(folder, "optimizer"), _open(folder, "state")]
 
 
 def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = False) -> None:
@@ -107,11 +99,11 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
     `other_recipe` the checkpoint may be of a run with any recipe, and its weights, moments and step are restored. A
     scale history is restored where both recipes have it; the first step of another scales dynamically."""
     with same_outcome():
-        opened = open_checkpoint(folder, state.model, state.fingerprint)
+        described, (weights, optimizer, rest) = open_checkpoint(folder, state.model, state.fingerprint)
         moments = optimizer_state(state.model, state.optimizer)
         where = f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state"
-        check_match(opened.optimizer.specs, moments, where)
-        described, saved = opened.described, opened.state.get_all("cpu")
+        check_match(optimizer.specs, moments, where)
+        saved = rest.get_all("cpu")
         if other_recipe:
             histories = scale_state(state.model)
             scales = {name: saved.get(name, tensor) for name, tensor in histories.items()}
@@ -123,9 +115,9 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
             where = f"{folder / 'state.safetensors'} has no random state of this machine"
             check_match(found, {"random.cpu": torch.get_rng_state()}, where)
     with same_outcome():
-        _read_into(saved_weights(state.model), opened.model)
+        _read_into(saved_weights(state.model), weights)
         load_scale_state(state.model, scales)
-        _read_into(moments, opened.optimizer)
+        _read_into(moments, optimizer)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
     if other_recipe:
         return
@@ -177,7 +169,7 @@ def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
                 )
             tensor.copy_(part)
 
-    with ThreadPoolExecutor(THREADS) as threads:
+    with futures.ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(fill, tensors))
 
 
@@ -296,7 +288,6 @@ def _stem(model: nn.Module) -> str:
 
 
 _PATIENCE = timedelta(hours=1)  # of the ranks that have written for the slowest
-_PATIENCE_AFTER_ERROR = 600  # seconds for the last checkpoint, when the run has failed: another rank may be lost
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
@@ -311,7 +302,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         # A group of its own: its messages must not meet those of the thread that trains.
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
         self._copy = HostCopy()
-        self._pending: _Background | None = None
+        self._pending: futures.Future[None] | None = None
         # Each rank writes a part of a checkpoint: learn now, and not after many steps.
         with same_outcome(), writing(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
@@ -336,29 +327,28 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         described["scaler"] = state.scaler.state_dict()
         texts = {"train.json": json.dumps(described, indent=2) + "\n"} | adapter_config(state.model)
         target = self.run.checkpoint(state.step)
-        self._pending = _Background(lambda: self._write(target, tensors, texts))
+        self._pending = _in_background(lambda: self._write(target, tensors, texts))
 
     @property
     def failed(self) -> bool:
         """True if the last checkpoint could not be written: `wait` then raises its error."""
-        return self._pending is not None and self._pending.error is not None
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises the WriteError of `save`."""
         if self._pending is not None:
-            self._pending.join()
+            futures.wait([self._pending])  # a signal that comes meanwhile leaves it pending
             pending, self._pending = self._pending, None
-            if pending.error is not None:
-                raise pending.error
+            pending.result()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self.wait()
             elif self._pending is not None and isinstance(error, Exception):  # a second signal stops at once
-                self._pending.join(_PATIENCE_AFTER_ERROR)
+                futures.wait([self._pending], 600)  # seconds: another rank may be lost
         finally:
-            if self._pending is None or not self._pending.is_alive():
+            if self._pending is None or self._pending.done():
                 self._copy.close()
 
     def _write(self, target: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
@@ -381,20 +371,19 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 remove_folder(old)
 
 
-class _Background(threading.Thread):
-    """A call in a thread, which does not keep the process alive: a lost rank would never answer it."""
+def _in_background(call: Callable[[], None]) -> futures.Future[None]:
+    """Start a call in a thread, which does not keep the process alive: a lost rank would never answer it."""
+    done: futures.Future[None] = futures.Future()
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self._call = call
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
+    def run() -> None:
         try:
-            self._call()
+            call()
+            done.set_result(None)
         except BaseException as error:
-            self.error = error
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return done
 
 
 # ---- The states of torch's random generators on every rank, as tensors in a checkpoint.
