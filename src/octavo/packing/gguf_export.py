@@ -220,9 +220,6 @@ def _metadata(model: _Model) -> dict[str, Any]:
     }
 
 
-# ---- Writing a GGUF file through the package gguf: metadata, the list of tensors, and one tensor after the other.
-
-
 def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterable[Tensor]) -> int:
     """Write the tensors `data`, in the order of `model.tensors`, to the file `path`, which appears whole or not at all;
     return its size in bytes. Values of `metadata` are numbers, booleans, strings, and lists of them."""

@@ -41,9 +41,6 @@ def chunked_loss(head: Head, chunk: int, model: nn.Module, inputs: Tensor, targe
         return _balanced(model(inputs), model)
 
 
-# ---- The loss of a batch in a precision, and of text that the model was not trained on.
-
-
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -80,9 +80,6 @@ class TrainState:
         return cast_once(self.model) if self.hosted is None else nullcontext()
 
 
-# ---- Reading a checkpoint.
-
-
 def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> tuple[Mapping[str, Any], list[ShardReader]]:
     """The contents of train.json in a checkpoint, and the readers of its weights, its moments and the rest. An
     ArtifactError if the checkpoint is truncated, of another model (on any device), or of other data."""

@@ -286,9 +286,6 @@ class _Clock:
             self._start += time.perf_counter() - began
 
 
-# ---- Starting and resuming a run: all work between the settings and the first step.
-
-
 def start_run(config: Config, console: Console) -> Trainer:
     """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint. The run's folder is locked until
     `Trainer.run` ends. Every rank must call this; an error of one is raised on all. Before an error of the settings or
