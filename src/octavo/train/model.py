@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,8 +147,14 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
     """The error of `check_count` for a built-in model, of which nothing is made yet."""
-    if config.model in BUILT_IN_MODELS:
-        check_count(_count_parameters(_built_in(config, vocabulary)), config, device, parts)
+    if config.model not in BUILT_IN_MODELS:
+        return
+    sizes, count = _built_in(config, vocabulary), None
+    with suppress(RuntimeError, TypeError), torch.device("meta"):  # more elements than PyTorch can count
+        models = [build(dataclasses.replace(sizes, layers=layers)) for layers in (1, 2)]
+        one, two = (sum(p.numel() for p in model.parameters()) for model in models)
+        count = one + (sizes.layers - 1) * (two - one)
+    check_count(count, config, device, parts)
 
 
 def check_count(count: int | None, config: Config, device: torch.device, parts: int = 1) -> None:
@@ -170,17 +176,6 @@ def check_count(count: int | None, config: Config, device: torch.device, parts: 
             f"{total / 1e9:,.0f} GB. {advice}"
             + (", or train on more GPUs: torchrun --nproc-per-node N" if device.type == "cuda" else "")
         )
-
-
-def _count_parameters(config: ModelConfig) -> int | None:
-    """The number of parameters; None if a tensor would have more elements than PyTorch can count."""
-    try:
-        with torch.device("meta"):  # any number of layers from two small models
-            models = [build(dataclasses.replace(config, layers=layers)) for layers in (1, 2)]
-    except (RuntimeError, TypeError):
-        return None
-    one, two = (sum(p.numel() for p in model.parameters()) for model in models)
-    return one + (config.layers - 1) * (two - one)
 
 
 def check_vocabulary(model: Any, highest: int) -> None:
