@@ -36,29 +36,14 @@ from octavo.checkpoint.folder import BUILT_IN_MODELS
 from octavo.checkpoint.layouts import SIDE_FILE
 from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
-from octavo.hf.meta_model import (
-    DESCRIPTION,
-    POSITIONS,
-    check_counts,
-    check_unpacked,
-    compute_buffers,
-    is_causal,
-    quiet_transformers,
-    stated_positions,
-)
+from octavo.hf import meta_model
+from octavo.hf.meta_model import DESCRIPTION, quiet_transformers
 from octavo.inference.opening import open_transformers
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models import Config as ModelConfig
-from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, tokenizer
 from octavo.models.decoder import Decoder
-from octavo.models.tokenizer import (
-    BpeTokenizer,
-    ByteTokenizer,
-    CharacterTokenizer,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from octavo.nn import Conversion, convert, use_fp8_attention
 from octavo.nn.fused_loss import find_head
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
@@ -196,7 +181,7 @@ def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
     elif config.tokenizer.startswith("hf:") or config.model not in BUILT_IN_MODELS:
         opened = HuggingFaceTokenizer(saved if saved.exists() else config.model)
     elif saved.exists():
-        opened = load_tokenizer(saved)
+        opened = tokenizer.load_tokenizer(saved)
     reading = read_text(config.data, opened.chat if opened else None)
     if opened is None and config.tokenizer == "bpe":
         opened = BpeTokenizer.train(reading.texts, config.vocabulary)
@@ -239,7 +224,7 @@ def open_language_model(config: Config, saved: Path, device: torch.device = CPU)
             )
         return _prepared(open_transformers(source, device), config)
     reader = ShardReader(source)
-    check_unpacked(reader)
+    meta_model.check_unpacked(reader)
     if reader.strays:
         raise ArtifactError(
             f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
@@ -260,7 +245,7 @@ def describe_language_model(config: Config, saved: Path) -> nn.Module:
     described = open_config(source)
     with quiet_transformers(), reading(source / "config.json", DESCRIPTION, ArtifactError), torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
-    compute_buffers(model, "cpu")
+    meta_model.compute_buffers(model, "cpu")
     return _prepared(model, config)
 
 
@@ -272,12 +257,12 @@ def positions_of(folder: Path) -> int:
     """The longest context of the model that `folder`/config.json describes; sys.maxsize if the file states none."""
     path = folder / "config.json"
     described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
-    found = (described.get(key) for key in (*POSITIONS, "n_positions"))
+    found = (described.get(key) for key in (*meta_model.POSITIONS, "n_positions"))
     return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
 
 
 def _prepared(model: Any, config: Config) -> nn.Module:
-    if config.context > (limit := stated_positions(model)):
+    if config.context > (limit := meta_model.stated_positions(model)):
         raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
     model.config.use_cache = False
     return model
@@ -304,7 +289,7 @@ def check_folder(folder: Path, config: Config) -> None:
             f"{name} is quantized already: train adapters around its weights with --lora 16, or the BF16 model that it "
             f"was made from, or widen it first with octavo unpack {name} OUT"
         )
-    check_counts(described, folder)
+    meta_model.check_counts(described, folder)
     transformers, kind = _transformers(name), described.get("model_type")
     known = transformers.CONFIG_MAPPING
     if kind not in known and "auto_map" not in described:
@@ -322,7 +307,7 @@ def check_folder(folder: Path, config: Config) -> None:
 
 def _check_opened(model: Any, missing: list[str], source: Path) -> None:
     """Raise an error unless the model is causal, and all of its weights were in the folder, and finite."""
-    if not is_causal(model, model.get_input_embeddings().num_embeddings):
+    if not meta_model.is_causal(model, model.get_input_embeddings().num_embeddings):
         if damaged := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
             raise ArtifactError(f"{source}: {damaged[0]} holds inf or NaN: take a model that has not diverged")
         raise ConfigError(
