@@ -25,28 +25,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from octavo.checkpoint import files
+from octavo.checkpoint import folder as folders
 from octavo.checkpoint.dcp_writer import SafetensorsWriter
-from octavo.checkpoint.files import (
-    THREADS,
-    ArtifactError,
-    ShardReader,
-    check_match,
-    is_finite,
-    model_tensors,
-    read_json,
-)
-from octavo.checkpoint.folder import (
-    ADAPTER_CONFIG,
-    ADAPTERS,
-    PEFT_PREFIX,
-    WEIGHTS,
-    RunFolder,
-    WriteError,
-    remove_folder,
-    weights_stem,
-    write_error,
-    writing,
-)
+from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, is_finite
+from octavo.checkpoint.folder import ADAPTER_CONFIG, ADAPTERS, PEFT_PREFIX, WEIGHTS, RunFolder, WriteError
 from octavo.nn.parallel_weights import first_indices, local_part
 from octavo.scales import cast_once, load_scale_state, scale_state
 from octavo.train.host_masters import HostMasters
@@ -144,7 +127,7 @@ def load_model(folder: Path, model: nn.Module) -> None:
 def has_finite_weights(folder: Path) -> bool:
     """True if every weight of a checkpoint is finite; False if one is not, or the checkpoint cannot be read."""
     try:
-        reader = _open(folder, weights_stem(folder))
+        reader = _open(folder, folders.weights_stem(folder))
     except ArtifactError:
         return False
     return all(bool(is_finite(reader.get(name))) for name, spec in reader.specs.items() if spec.dtype.is_floating_point)
@@ -166,7 +149,7 @@ def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
                 )
             tensor.copy_(part)
 
-    with futures.ThreadPoolExecutor(THREADS) as threads:
+    with futures.ThreadPoolExecutor(files.THREADS) as threads:
         list(threads.map(fill, tensors))
 
 
@@ -195,7 +178,7 @@ def _open(folder: Path, stem: str) -> ShardReader:
 
 def _open_weights(folder: Path, model: nn.Module) -> ShardReader:
     """The weights of a checkpoint; an ArtifactError if they are not those that `model` has saved, or would save."""
-    stem = weights_stem(folder)
+    stem = folders.weights_stem(folder)
     if stem != _stem(model):
         held = "adapters alone" if stem == ADAPTERS else "all weights of a model"
         raise ArtifactError(f"the checkpoint {folder} holds {held}: keep the setting lora of its run")
@@ -213,7 +196,7 @@ def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -
 def _read_description(folder: Path) -> Mapping[str, Any]:
     path = folder / "train.json"
     with _whole(folder):
-        described = read_json(path)
+        described = files.read_json(path)
         check_kinds(described, _DESCRIBED, f"{path}: ", ArtifactError)
     if folder.name != (named := RunFolder(folder.parent).checkpoint(described["step"]).name):
         raise ArtifactError(
@@ -264,7 +247,7 @@ class HostCopy(DefaultSavePlanner):
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that a checkpoint holds, by their names there."""
-    tensors = model_tensors(model)
+    tensors = files.model_tensors(model)
     adapters = {name: t for name, t in tensors.items() if ".lora_" in name}
     return {f"{PEFT_PREFIX}{name.replace('.default.', '.')}": t for name, t in adapters.items()} or tensors
 
@@ -301,7 +284,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._copy = HostCopy()
         self._pending: futures.Future[None] | None = None
         # Each rank writes a part of a checkpoint: learn now, and not after many steps.
-        with same_outcome(), writing(run.path):
+        with same_outcome(), folders.writing(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=run.path).close()
         if rank() == 0:
@@ -313,12 +296,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def save(self, state: TrainState) -> None:
         """Begin to write the checkpoint of `state.step`, after the one before it is done."""
         self.wait()
-        files = {
+        stems = {
             _stem(state.model): saved_weights(state.model),
             "optimizer": optimizer_state(state.model, state.optimizer),
             "state": random_state(state.device) | scale_state(state.model),
         }
-        tensors = {f"{file}/{name}": t.detach() for file, found in files.items() for name, t in found.items()}
+        tensors = {f"{file}/{name}": t.detach() for file, found in stems.items() for name, t in found.items()}
         self._copy.update(tensors)
         described: dict[str, Any] = {name: getattr(state, name) for name in ("step", "skipped_steps", "fingerprint")}
         described["scaler"] = state.scaler.state_dict()
@@ -361,11 +344,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             if isinstance(cause, WriteError):
                 raise cause from error
             if isinstance(cause, OSError):
-                raise write_error(target, cause) from error
+                raise folders.write_error(target, cause) from error
             raise RuntimeError(f"could not write {target}: {type(cause).__name__}: {cause}") from error
         if rank() == 0:
             for old in self.run.checkpoints()[: -self.keep]:
-                remove_folder(old)
+                folders.remove_folder(old)
 
 
 def _in_background(call: Callable[[], None]) -> futures.Future[None]:
