@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import threading
+from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -287,8 +288,7 @@ def test_an_error_waits_for_the_checkpoint_and_a_second_signal_does_not(tmp_path
     def save_and_fail():
         with writer:
             writer.save(state)
-            join = writer._pending.join
-            monkeypatch.setattr(writer._pending, "join", lambda *patience: held.set() or join(*patience))
+            monkeypatch.setattr(futures, "wait", lambda *given, wait=futures.wait: held.set() or wait(*given))
             raise error
 
     with pytest.raises(error):

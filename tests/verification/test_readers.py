@@ -102,7 +102,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
         assert sampling == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
         results = []
         for ids in (torch.tensor([entry["prompt_token_ids"]]) for entry in asked):
-            logs = readers.next_log_probabilities(model(ids).detach().float(), ids)[0].tolist()
+            logs = readers.log_probabilities(model(ids).detach()[:, :-1].float(), ids[:, 1:])[0].tolist()
             pairs = zip(ids[0, 1:].tolist(), logs, strict=True)
             entries = [{token: SimpleNamespace(logprob=log)} for token, log in pairs]
             results.append(SimpleNamespace(prompt_logprobs=[None, *entries]))

@@ -69,27 +69,27 @@ class Statistics:
             )
         codes = flat.bfloat16().view(torch.int16).flatten() & 0x7FFF
         counts = torch.bincount(codes.clamp_(max=BINS - 1), minlength=BINS)  # the clamp: FP32 above BF16's max
-        self._add(flat.shape[0], channel_amax, [amax], counts)
+        batch = type(self)(self.site)
+        batch.tokens, batch.channel_amax, batch.history, batch.histogram = len(flat), channel_amax, [amax], counts
+        self.merge(batch)
         return self
 
     def merge(self, other: Self) -> None:
         """Add the statistics of `other`, as if its batches came after these."""
-        if other.tokens:
-            self._add(other.tokens, other.channel_amax, other.history, other.histogram)
-
-    def _add(self, tokens: int, channel_amax: Tensor, history: list[float], histogram: Tensor) -> None:
+        if not other.tokens:
+            return
         if self.tokens == 0:
-            self.channel_amax, self.histogram = channel_amax.clone(), histogram.clone()
-        elif self.channel_amax.shape != channel_amax.shape:
+            self.channel_amax, self.histogram = other.channel_amax.clone(), other.histogram.clone()
+        elif self.channel_amax.shape != other.channel_amax.shape:
             raise ValueError(
-                f"{self.site} has {len(self.channel_amax)} channels, got a tensor with {len(channel_amax)}: "
+                f"{self.site} has {len(self.channel_amax)} channels, got a tensor with {len(other.channel_amax)}: "
                 "what passes a site must keep its width"
             )
         else:
-            self.channel_amax = torch.maximum(self.channel_amax, channel_amax)
-            self.histogram = self.histogram + histogram
-        self.tokens += tokens
-        self.history += history
+            self.channel_amax = torch.maximum(self.channel_amax, other.channel_amax)
+            self.histogram = self.histogram + other.histogram
+        self.tokens += other.tokens
+        self.history += other.history
 
     @property
     def amax(self) -> float:

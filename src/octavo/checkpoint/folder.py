@@ -368,28 +368,19 @@ class Actions:
         return step
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunFolder:
     """The paths in the folder of a run."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
+    def __post_init__(self) -> None:
+        self.config, self.model, self.metrics = (self.path / name for name in ("config.json", "model", "metrics.jsonl"))
 
     @property
     def has_model(self) -> bool:
         """True if the folder holds the description of a run's model, which no other kind of folder does."""
         return (self.model / "config.json").is_file()
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
 
     def read_actions(self) -> Actions:
         """The actions in actions.json; none if there is no such file. An ArtifactError if it is damaged."""

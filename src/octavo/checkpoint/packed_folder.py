@@ -7,28 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.checkpoint import scheme as schemes
 from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
 from octavo.checkpoint.layouts import Packing, layout_of, quantization_config, read_config, read_packing, write_config
-from octavo.checkpoint.scheme import (
-    HEADS,
-    INPUT_SCALE_NAME,
-    K_SCALE,
-    SCALE_NAME,
-    V_SCALE,
-    WEIGHT_DTYPES,
-    KvScales,
-    Scheme,
-    check_finite,
-    check_scale,
-    check_tensors,
-    is_kv_scale,
-    is_named,
-    kv_pairs,
-    kv_tensors,
-    suspected,
-    unused_scales,
-)
+from octavo.checkpoint.scheme import INPUT_SCALE_NAME, K_SCALE, SCALE_NAME, V_SCALE, KvScales, Scheme
 from octavo.numerics import QTensor
 from octavo.numerics.formats import E4M3
 
@@ -54,7 +37,7 @@ class PackedTensors:
         stated = [str(entry) for entry in listed] if isinstance(listed, list) else []  # `read_packing` refuses another
         specs = self.reader.specs
         weights = {
-            name.removesuffix(".weight"): spec.dtype in WEIGHT_DTYPES
+            name.removesuffix(".weight"): spec.dtype in schemes.WEIGHT_DTYPES
             for name, spec in specs.items()
             if name.endswith(".weight") and len(spec.shape) == 2
         }
@@ -78,17 +61,17 @@ class PackedTensors:
         }
         packed = {*self._scales.values(), *cache, *(f"{name}.weight" for name in packing.schemes)}
         rest = [name for name in specs if name not in packed]
-        self.unused = unused_scales(rest, self.reader.get, self.folder)
+        self.unused = schemes.unused_scales(rest, self.reader.get, self.folder)
         self.others = [name for name in rest if name not in self.unused]
         for name, scheme in self.packing.schemes.items():
             self._check(name, scheme)
 
     def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
-        disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.names_in_memory(name)))]
+        disks = [name for name in self.reader.specs if any(map(schemes.is_kv_scale, packing.names_in_memory(name)))]
         found = packing.from_files({name: self.reader.get(name) for name in disks})
-        required = kv_tensors(linears, packing.kv_cache)
-        check_tensors(found, required, self.folder)
-        return kv_pairs(found, required), disks
+        required = schemes.kv_tensors(linears, packing.kv_cache)
+        schemes.check_tensors(found, required, self.folder)
+        return schemes.kv_pairs(found, required), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
         stored = self.reader.specs.get(f"{name}.weight")
@@ -110,7 +93,7 @@ class PackedTensors:
     def _scale(self, name: str, leaf: str) -> Tensor:
         ours, disk = f"{name}.{leaf}", self._scales[f"{name}.{leaf}"]
         scale = self.packing.from_files({disk: self.reader.get(disk)})[ours]
-        check_scale(disk, scale, self.folder)
+        schemes.check_scale(disk, scale, self.folder)
         return scale
 
     def stored(self, name: str) -> tuple[Tensor, Tensor]:
@@ -119,7 +102,7 @@ class PackedTensors:
 
     def other(self, name: str) -> Tensor:
         """A tensor that is no scale, as it is stored. An ArtifactError if it holds inf or NaN."""
-        return check_finite(name, self.reader.get(name), self.folder)
+        return schemes.check_finite(name, self.reader.get(name), self.folder)
 
     def input_scale(self, name: str) -> Tensor:
         """The scale of the input of a packed layer whose scheme is static, float32 [1]."""
@@ -137,7 +120,7 @@ class PackedTensors:
     def suspects(self) -> list[str]:
         """The packed layers whose scales look reciprocal, if they are more than half."""
         weights = ((name, self.weight(name)) for name in self.packing.schemes)
-        return suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
+        return schemes.suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
 
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache by their names in the files of `packing`."""
@@ -170,9 +153,9 @@ def _unpacked(stated: list[str], plain: list[str], *, exact: bool) -> list[str]:
     A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is included even if the
     list lacks it: some writers rely on readers to leave heads unpacked.
     """
-    names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in HEADS)
+    names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in schemes.HEADS)
     for entry in stated:
         head = entry.rstrip("*.")
         names |= dict.fromkeys([head] if head.endswith("lm_head") else [])
-        names |= dict.fromkeys(name for name in plain if is_named(entry, name, exact=exact))
+        names |= dict.fromkeys(name for name in plain if schemes.is_named(entry, name, exact=exact))
     return list(names)

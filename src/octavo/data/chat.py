@@ -6,6 +6,7 @@ and answers each with its text or an error: one JSON value a line.
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -78,7 +79,10 @@ def _serve() -> None:
     tokenizer: Any = SimpleNamespace(
         get_chat_template=lambda *args, **kwargs: given["template"], special_tokens_map=given["special"]
     )
-    _bound_memory(given["megabytes"] * 10**6)
+    with suppress(OSError, ValueError):  # outside of Linux, or below a lower limit, only its time is bounded
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = used + given["megabytes"] * 10**6
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # its signal ends the process at once
@@ -91,15 +95,6 @@ def _serve() -> None:
             answer = json.dumps({"error": str(error) or type(error).__name__})
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, file=answers, flush=True)
-
-
-def _bound_memory(more: int) -> None:
-    """Let this process take `more` bytes than it has. Outside of Linux only its time is bounded."""
-    import resource
-
-    with suppress(OSError, ValueError):  # no /proc, or a lower limit is set already
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
 
 
 if __name__ == "__main__":

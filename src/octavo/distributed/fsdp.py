@@ -10,27 +10,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from octavo.distributed.fsdp_units import (
-    GatherReport,
-    UnitWeight,
-    check_sharded,
-    fused_modules,
-    has_run,
-    sharded_weights,
-    unfusing_units,
-)
-from octavo.distributed.shards import (
-    ShardedWeight,
-    ShardGroup,
-    WeightStack,
-    casts_of,
-    grouped,
-    has_changed,
-    hold_quantized,
-    hold_rotated,
-    reduce_largest,
-    upright,
-)
+from octavo.distributed import fsdp_units, shards
+from octavo.distributed.fsdp_units import GatherReport, UnitWeight
+from octavo.distributed.shards import ShardedWeight
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import check_module
@@ -81,15 +63,16 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     named |= {name: (modules[owner], leaf) for name, owner, _, leaf in parts}
     if not named:
         raise ValueError("no layer of the model is converted: call octavo.convert(model) first, then fully_shard")
-    check_sharded(model)
-    if has_run(model):
+    fsdp_units.check_sharded(model)
+    if fsdp_units.has_run(model):
         raise ValueError(
             "FSDP2 has gathered the weights of this model already: call fp8_all_gather after the last fully_shard and "
             "before the first forward pass"
         )
-    sharded = sharded_weights(model)
-    fused, names = fused_modules(model), {layer: name for name, layer in layers.items()}
-    unfused = unfusing_units(model, fused, {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"})
+    sharded = fsdp_units.sharded_weights(model)
+    fused, names = fsdp_units.fused_modules(model), {layer: name for name, layer in layers.items()}
+    units = {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"}
+    unfused = fsdp_units.unfusing_units(model, fused, units)
     reasons = {name: _wide_reason(key[0], sharded.get(key)) for name, key in named.items()}
     for module in fused.values():  # layers that run as one GEMM are gathered all alike
         inner = [names[layer] for layer in module.inner]
@@ -101,7 +84,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for module in fused.values():
         stacked = [weights[layer, "weight"] for layer in module.inner if (layer, "weight") in weights]
         if stacked and len({weight.unit.group for weight in stacked}) == 1:
-            stack = WeightStack(stacked, [module.weight_cache])
+            stack = shards.WeightStack(stacked, [module.weight_cache])
             for weight in stacked:
                 weight.stack = stack
     if weights:
@@ -120,7 +103,7 @@ def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:
         return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
     if recipe.w is None or recipe.y is None or (recipe.dx is None and not recipe.exact_backward):
         return f"the recipe {recipe.name} reads the weight in high precision"
-    casts = casts_of(layer)
+    casts = shards.casts_of(layer)
     if any(cast.rounding != "nearest" for cast in casts):
         return f"the recipe {recipe.name} rounds the weight at random"
     if not isinstance(layer, Linear):  # each rank has whole matrices
@@ -131,7 +114,7 @@ def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:
         return f"the scales of the recipe {recipe.name} depend on all rows of the weight"
     if len(casts) > 1 and any(cast.by_row for cast in casts):
         return f"the recipe {recipe.name} quantizes the weight twice, by row: use scales by tensor or group"
-    for rows in (recipe.w.granularity.rows, *(upright(cast).rows for cast in casts[1:])):
+    for rows in (recipe.w.granularity.rows, *(shards.upright(cast).rows for cast in casts[1:])):
         if rows is not None and unit.world > 1 and unit.shard_rows % rows:
             return f"the shards of {unit.shard_rows} rows do not divide into blocks of {rows}"
     return ""
@@ -156,7 +139,7 @@ class ShardCache:
         self.weights = weights
         self.rotated = [weight for weight in weights if weight.is_pair and not weight.is_alone]
         self.alone = [weight for weight in weights if weight.is_alone]
-        self.groups: list[ShardGroup] = []
+        self.groups: list[shards.ShardGroup] = []
         self.stale = True
         self.measured = False  # whether the ranks have yet to agree on the scales
         self.exposed = False  # whether `state_dict` was called since the weights were compared
@@ -210,7 +193,7 @@ class ShardCache:
         if self.exposed and not changed:
             self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
             with torch.no_grad():  # a write shows as far as the amaxes of this rank's rows show it
-                changed = any(has_changed(weight) for weight in (*self.alone, *self.rotated))
+                changed = any(shards.has_changed(weight) for weight in (*self.alone, *self.rotated))
                 changed = changed or any(group.has_changed() for group in self.groups)
         if changed:
             self.begin()
@@ -246,12 +229,12 @@ class ShardCache:
             weakref.finalize(self, lambda: streams.current_stream().wait_stream(stream)).atexit = False
         with self.streams.stream(self.stream):
             grouping = [weight for weight in self.weights if not weight.is_alone and not weight.is_pair]
-            self.groups = self.groups or grouped(grouping)
+            self.groups = self.groups or shards.grouped(grouping)
         caller.wait_stream(self.stream)  # bytes of an earlier call that were not sent are freed
         for group in self.groups:
             group.allocate()
         for weight in self.alone:  # they need nothing of other weights
-            hold_quantized(weight)
+            shards.hold_quantized(weight)
         self.stream.wait_stream(caller)
         with self.streams.stream(self.stream):
             self.measure()
@@ -278,9 +261,9 @@ class ShardCache:
 
     def write(self) -> None:
         """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this."""
-        reduce_largest([(group.amax, group.columns) for group in self.groups])
+        shards.reduce_largest([(group.amax, group.columns) for group in self.groups])
         largest = [(group, group.largest()) for group in self.groups]
-        reduce_largest([(value, group.ranks) for group, value in largest if group.needs_largest])
+        shards.reduce_largest([(value, group.ranks) for group, value in largest if group.needs_largest])
         for group, value in largest:
             group.finish(value)
-        hold_rotated(self.rotated)
+        shards.hold_rotated(self.rotated)

@@ -23,23 +23,21 @@ from octavo.ops.rows import add_rows
 from octavo.util import plural, some_of
 
 
-@dataclass(frozen=True)
 class UnitWeight:
-    """A weight that FSDP2 shards."""
+    """A weight that FSDP2 shards. `group` and `state` are FSDP2's own, of those that are gathered together and of it
+    alone; `unit` is the name of the FSDP unit that gathers it."""
 
-    unit: str  # the name of the FSDP unit that gathers it
-    group: int  # the same for weights that are gathered together
-    rows: int  # of the gathered weight; matrices of a stack
-    shard_rows: int  # that each rank sends; on the last ranks they may be padding
-    world: int  # the number of ranks over which it is sharded
-    reason: str  # why FSDP2 cannot gather it in eight bits; "" where it can
-    state: Any = field(repr=False)  # FSDP2's own, of the parameter
-    unit_state: Any = field(repr=False)  # and of those that are gathered together
+    def __init__(self, unit: str, group: Any, state: Any) -> None:
+        self.unit, self.group, self.state = unit, group, state
+        self.rows: int = state._orig_size[0]  # of the gathered weight; matrices of a stack
+        self.shard_rows: int = state.padded_sharded_param_size[0]  # that each rank sends; on the last, some are padding
+        self.world: int = getattr(state.mesh_info, "shard_mesh_size", 1)  # the ranks over which it is sharded
+        self.reason = _reason(group, state)  # why FSDP2 cannot gather it in eight bits; "" where it can
 
     @property
     def gathers_for_y_alone(self) -> bool:
         """True in a forward pass after which the weight is freed: the backward pass gathers it again."""
-        group = self.unit_state
+        group = self.group
         return group._training_state == TrainingState.FORWARD and group.post_forward_mesh_info is not None
 
 
@@ -69,16 +67,7 @@ def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]
         units = {module: names[unit] for unit in group.modules for module in unit.modules()}
         for parameter in group.fsdp_params:
             info = parameter._module_info
-            found[info.module, info.param_name] = UnitWeight(
-                units[info.module],
-                id(group),
-                parameter._orig_size[0],
-                parameter.padded_sharded_param_size[0],
-                getattr(parameter.mesh_info, "shard_mesh_size", 1),
-                _reason(group, parameter),
-                parameter,
-                group,
-            )
+            found[info.module, info.param_name] = UnitWeight(units[info.module], group, parameter)
     return found
 
 

@@ -145,7 +145,11 @@ class ShardedWeight:
                 self.gathered = [t.view(-1) for t in (*outputs, *later)]
             sources = [iter(stays), iter((*outputs, *later))]
             parts = [next(sources[sent]) for sent in travels]
-            operands = [self._cut(i, *parts[2 * i :][:2]) for i in range(len(self.casts))]
+            operands = []
+            for i, (data, scale) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+                shape = self.unit.rows, *data.shape[1:]  # without rows of padding
+                rows = self.granularities[i].scale_shape(shape)[0]
+                operands.append((data[: shape[0]].view(self.casts[i].fmt.dtype), scale[:rows]))
             taken = self.stack.take(self, operands, dtype)
             for t in later:  # FSDP2 allocates it again in the backward pass
                 t.untyped_storage().resize_(0)
@@ -154,11 +158,6 @@ class ShardedWeight:
         pre: Any = pre_all_gather
         pre.__signature__ = inspect.signature(pre)  # FSDP2 asks for it at each all-gather: this makes that fast
         return pre, post_all_gather
-
-    def _cut(self, i: int, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The bytes and the scale for y (0) or dx (1) without rows of padding."""
-        shape = self.unit.rows, *data.shape[1:]
-        return data[: shape[0]].view(self.casts[i].fmt.dtype), scale[: self.granularities[i].scale_shape(shape)[0]]
 
 
 def casts_of(layer: Any) -> tuple[Cast, ...]:
@@ -220,11 +219,8 @@ class WeightStack:
 
     def refill(self) -> None:
         """Note that a part is gathered. The last part copies all into the stack, in one launch, and frees them."""
-        self.arrived += 1
-        if self.arrived < len(self.parts):
-            return
-        self.arrived = 0
-        if self.copies[0]:
+        self.arrived = (self.arrived + 1) % len(self.parts)
+        if not self.arrived and self.copies[0]:
             with torch.no_grad(), _unsafe_preserve_version_counter(self.stacked):
                 torch._foreach_copy_(*self.copies)
             for t in self.freed:  # FSDP2 allocates it again by itself

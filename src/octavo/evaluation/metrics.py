@@ -217,9 +217,6 @@ def _sums(prompt: Tensor, reference: Tensor, candidate: Tensor) -> tuple[float, 
     return kl, agree, nll, before, float(len(prompt)), float(last)
 
 
-# ---- Budgets: how much of a model's quality packing may cost.
-
-
 _RANGES = {
     "kl": "nats a token above 0, such as 0.01",
     "ppl": "a percentage above 0% and up to 100%, such as 0.5%, or a fraction below 1, such as 0.005",

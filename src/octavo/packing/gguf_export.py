@@ -141,16 +141,11 @@ class _Model:
             tensor, (_, kind) = self.source.get(name), self.tensors[self.name(name)]
             if tensor.abs().max() > (largest := _LARGEST.get(kind, math.inf)):
                 raise ArtifactError(f"{self.source.origin}: {name} exceeds {largest:g}, the largest of {kind}")
-            yield self._ordered(name, tensor).float()
+            heads = {"q_proj": self.heads, "k_proj": self.key_heads}.get(name.split(".")[-2])
+            if self.architecture == "llama" and heads is not None:  # rows in the order in which llama.cpp rotates them
+                tensor = tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+            yield tensor.float()
             progress(done, len(self.source.specs), "exporting")
-
-    def _ordered(self, name: str, tensor: Tensor) -> Tensor:
-        """The rows of q and k in the order in which the architecture rotates them."""
-        module = name.rpartition(".")[0]
-        if self.architecture != "llama" or not module.endswith((".q_proj", ".k_proj")):
-            return tensor
-        heads = self.heads if module.endswith(".q_proj") else self.key_heads
-        return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _architecture(config: Mapping[str, Any], folder: Path) -> str:
@@ -218,9 +213,6 @@ def _metadata(model: _Model) -> dict[str, Any]:
         f"{arch}.rope.dimension_count": model.head_width,
         f"{arch}.rope.freq_base": _rope(model.config)["rope_theta"],
     }
-
-
-# ---- Writing a GGUF file through the package gguf: metadata, the list of tensors, and one tensor after the other.
 
 
 def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterable[Tensor]) -> int:

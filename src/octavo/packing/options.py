@@ -263,20 +263,13 @@ def _select(source: Source, options: PackOptions) -> dict[str, str]:
     others = [*(name.rpartition(".")[0] for name in files.stacks), *files.experts] if options.experts else []
     linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), others)
     names = [layer.name for layer in linears]
-    left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE) | _promoted(source, names, options.layers)
-    left |= {layer.name: TRANSPOSED for layer in linears if is_conv1d(layer.module)}
-    return {layer.name: layer.reason or left.get(layer.name, "") for layer in linears}
-
-
-def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> dict[str, str]:
-    """The layers that training moved to BF16 and the layers that readers fuse with them, each with the reason. The
-    layers `asked` are packed in any case."""
-    left = {}
-    for group in groups(names):
-        promoted = [name for name in group if name in source.promoted and name not in asked]
+    left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE)
+    for group in groups(names):  # layers that training moved to BF16 are packed if they are named in --layer
+        promoted = [name for name in group if name in source.promoted and name not in options.layers]
         for name in group if promoted else ():
             left[name] = source.promoted.get(name, f"readers fuse it with {promoted[0]}, which training moved to BF16")
-    return left
+    left |= {layer.name: TRANSPOSED for layer in linears if is_conv1d(layer.module)}
+    return {layer.name: layer.reason or left.get(layer.name, "") for layer in linears}
 
 
 def _schemes(names: Sequence[str], source: Source, options: PackOptions) -> dict[str, Scheme]:

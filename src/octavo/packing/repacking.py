@@ -15,23 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from octavo.checkpoint import scheme as schemes
 from octavo.checkpoint.files import read_json, write_shards
 from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Packing, check_layout, get_layout, read_config
 from octavo.checkpoint.packed_folder import PackedTensors
-from octavo.checkpoint.scheme import (
-    BLOCK,
-    BLOCK_POW2,
-    CHANNEL,
-    INPUT_SCALE_NAME,
-    SCALE_NAME,
-    STATIC,
-    STATIC_INPUTS,
-    Layout,
-    Scheme,
-    get_scheme,
-    reciprocal_warning,
-)
+from octavo.checkpoint.scheme import BLOCK, BLOCK_POW2, CHANNEL, INPUT_SCALE_NAME, SCALE_NAME, STATIC, Layout, Scheme
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.meta_model import arguments_of, measured_part, predicts_tokens, read_meta_model
@@ -146,7 +135,7 @@ def convert_layout(
 def _open(folder: Path) -> PackedTensors:
     packed = PackedTensors(folder)
     if suspects := packed.suspects():
-        warnings.warn(f"{folder}: {reciprocal_warning(suspects, len(packed.packing.schemes))}", stacklevel=3)
+        warnings.warn(f"{folder}: {schemes.reciprocal_warning(suspects, len(packed.packing.schemes))}", stacklevel=3)
     return packed
 
 
@@ -168,18 +157,18 @@ def _target(
     packed: PackedTensors, layout: Layout, scheme: str | None, input_scales: Mapping[str, Tensor] | None
 ) -> Packing:
     shapes = {name: packed.reader.specs[f"{name}.weight"].shape for name in packed.packing.schemes}
-    schemes = {
-        name: (BLOCK if own is BLOCK_POW2 else own) if scheme is None else get_scheme(scheme)
+    chosen = {
+        name: (BLOCK if own is BLOCK_POW2 else own) if scheme is None else schemes.get_scheme(scheme)
         for name, own in packed.packing.schemes.items()
     }
     kv_cache = bool(packed.kv_scales)
-    check_layout(layout, schemes.values(), kv_cache)
+    check_layout(layout, chosen.values(), kv_cache)
     try:
-        layout.check_experts(schemes, shapes)
+        layout.check_experts(chosen, shapes)
     except ValueError:  # transformers stacks the experts of most models; those that are linear layers fit
         stacked = read_meta_model(packed.config, packed.folder).experts.experts
-        layout.check_experts({name: schemes[name] for name in stacked if name in schemes}, shapes)
-    for name, new in schemes.items():
+        layout.check_experts({name: chosen[name] for name in stacked if name in chosen}, shapes)
+    for name, new in chosen.items():
         same = new.weight == packed.packing.schemes[name].weight
         if not same and (reason := new.misfit(*shapes[name])):
             raise ValueError(f"{name}: {reason}: convert to another scheme, such as channel")
@@ -189,7 +178,7 @@ def _target(
                 f"{name}: the scheme static stores the scale of the input, which is not here: warm the model up on "
                 "text (--freeze), or octavo pack the BF16 model with a calibration"
             )
-    return Packing(layout, schemes, kv_cache)
+    return Packing(layout, chosen, kv_cache)
 
 
 def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, Tensor, float]:
@@ -239,7 +228,7 @@ def pack_frozen(
     source, out = Path(source), Path(out)
     check_absent(out)
     named = [] if options.scheme is None else [options.scheme, *options.layers.values()]
-    if named and not any(get_scheme(name).static for name in named):
+    if named and not any(schemes.get_scheme(name).static for name in named):
         raise ValueError(
             f"only the scheme static stores scales of inputs, and {options.scheme} is given: give --scheme static, or "
             "leave --freeze out"
@@ -311,4 +300,4 @@ def _warm_up(
             yield ids.to(device) if isinstance(model, Decoder) else arguments_of(model, ids.to(device))
 
     seen = observe_inputs(measured_part(model, predicts_tokens(model)), layers, moved())
-    return {name: scale_from_amax(amax, STATIC_INPUTS.fmt).reshape(1).cpu() for name, amax in seen.items()}
+    return {name: scale_from_amax(amax, schemes.STATIC_INPUTS.fmt).reshape(1).cpu() for name, amax in seen.items()}

@@ -137,9 +137,6 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-# ---- The tables.
-
-
 @dataclass(frozen=True)
 class Parallel:
     """The degrees by which the processes of `torchrun` share model and data. They multiply to their number."""
@@ -263,9 +260,6 @@ class WatchSettings:
         "log", "log; rollback: return to the last checkpoint, and skip the batches since", choices=("log", "rollback")
     )
     rollbacks: int = setting(3, "the most rollbacks of a run", NOT_NEGATIVE)
-
-
-# ---- All settings of a run.
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,6 @@ def held_out(path: Path, opened: OpenedModel) -> tuple[Batches, int, ReadReport]
     return Batches(corpus.validation, config.context, config.batch, None), config.evaluate_batches, reading.report
 
 
-# ---- The dtype flow of a language model that is described by settings, a run, or a Hugging Face folder.
-
-
 def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
     """The dtype flow of a step of a preset, TOML file, run, or folder or config.json of a causal language model. The
     logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored."""

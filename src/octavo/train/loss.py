@@ -41,9 +41,6 @@ def chunked_loss(head: Head, chunk: int, model: nn.Module, inputs: Tensor, targe
         return _balanced(model(inputs), model)
 
 
-# ---- The loss of a batch in a precision, and of text that the model was not trained on.
-
-
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,16 +62,11 @@ def next_token_loss(
     model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device, precision: str, loss: Loss = whole_loss
 ) -> Tensor:
     """The mean cross-entropy, 0-dim, of a batch (inputs, targets), each int64 [B, T]."""
-    inputs, targets = (_send(part, device) for part in batch)
+    # A copy from memory that is not pinned would make the host wait for all earlier work of the GPU.
+    pins = device.type == "cuda" and not batch[0].is_cuda
+    inputs, targets = ((part.pin_memory() if pins else part).to(device, non_blocking=True) for part in batch)
     with autocast(precision, device):
         return loss(model, inputs, targets)
-
-
-def _send(part: Tensor, device: torch.device) -> Tensor:
-    if part.device.type != "cpu" or device.type != "cuda":
-        return part.to(device)
-    # A copy from memory that is not pinned would make the host wait for all earlier work of the GPU.
-    return part.pin_memory().to(device, non_blocking=True)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,29 +36,14 @@ from octavo.checkpoint.folder import BUILT_IN_MODELS
 from octavo.checkpoint.layouts import SIDE_FILE
 from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
-from octavo.hf.meta_model import (
-    DESCRIPTION,
-    POSITIONS,
-    check_counts,
-    check_unpacked,
-    compute_buffers,
-    is_causal,
-    quiet_transformers,
-    stated_positions,
-)
+from octavo.hf import meta_model
+from octavo.hf.meta_model import DESCRIPTION, quiet_transformers
 from octavo.inference.opening import open_transformers
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models import Config as ModelConfig
-from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, tokenizer
 from octavo.models.decoder import Decoder
-from octavo.models.tokenizer import (
-    BpeTokenizer,
-    ByteTokenizer,
-    CharacterTokenizer,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from octavo.nn import Conversion, convert, use_fp8_attention
 from octavo.nn.fused_loss import find_head
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
@@ -147,8 +132,14 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
     """The error of `check_count` for a built-in model, of which nothing is made yet."""
-    if config.model in BUILT_IN_MODELS:
-        check_count(_count_parameters(_built_in(config, vocabulary)), config, device, parts)
+    if config.model not in BUILT_IN_MODELS:
+        return
+    sizes, count = _built_in(config, vocabulary), None
+    with suppress(RuntimeError, TypeError), torch.device("meta"):  # more elements than PyTorch can count
+        models = [build(dataclasses.replace(sizes, layers=layers)) for layers in (1, 2)]
+        one, two = (sum(p.numel() for p in model.parameters()) for model in models)
+        count = one + (sizes.layers - 1) * (two - one)
+    check_count(count, config, device, parts)
 
 
 def check_count(count: int | None, config: Config, device: torch.device, parts: int = 1) -> None:
@@ -172,17 +163,6 @@ def check_count(count: int | None, config: Config, device: torch.device, parts: 
         )
 
 
-def _count_parameters(config: ModelConfig) -> int | None:
-    """The number of parameters; None if a tensor would have more elements than PyTorch can count."""
-    try:
-        with torch.device("meta"):  # any number of layers from two small models
-            models = [build(dataclasses.replace(config, layers=layers)) for layers in (1, 2)]
-    except (RuntimeError, TypeError):
-        return None
-    one, two = (sum(p.numel() for p in model.parameters()) for model in models)
-    return one + (config.layers - 1) * (two - one)
-
-
 def check_vocabulary(model: Any, highest: int) -> None:
     """Raise a ConfigError unless the model has an embedding for the token `highest`."""
     embedding = model.embedding if isinstance(model, Decoder) else model.get_input_embeddings()
@@ -201,7 +181,7 @@ def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
     elif config.tokenizer.startswith("hf:") or config.model not in BUILT_IN_MODELS:
         opened = HuggingFaceTokenizer(saved if saved.exists() else config.model)
     elif saved.exists():
-        opened = load_tokenizer(saved)
+        opened = tokenizer.load_tokenizer(saved)
     reading = read_text(config.data, opened.chat if opened else None)
     if opened is None and config.tokenizer == "bpe":
         opened = BpeTokenizer.train(reading.texts, config.vocabulary)
@@ -244,7 +224,7 @@ def open_language_model(config: Config, saved: Path, device: torch.device = CPU)
             )
         return _prepared(open_transformers(source, device), config)
     reader = ShardReader(source)
-    check_unpacked(reader)
+    meta_model.check_unpacked(reader)
     if reader.strays:
         raise ArtifactError(
             f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
@@ -265,7 +245,7 @@ def describe_language_model(config: Config, saved: Path) -> nn.Module:
     described = open_config(source)
     with quiet_transformers(), reading(source / "config.json", DESCRIPTION, ArtifactError), torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
-    compute_buffers(model, "cpu")
+    meta_model.compute_buffers(model, "cpu")
     return _prepared(model, config)
 
 
@@ -277,12 +257,12 @@ def positions_of(folder: Path) -> int:
     """The longest context of the model that `folder`/config.json describes; sys.maxsize if the file states none."""
     path = folder / "config.json"
     described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
-    found = (described.get(key) for key in (*POSITIONS, "n_positions"))
+    found = (described.get(key) for key in (*meta_model.POSITIONS, "n_positions"))
     return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
 
 
 def _prepared(model: Any, config: Config) -> nn.Module:
-    if config.context > (limit := stated_positions(model)):
+    if config.context > (limit := meta_model.stated_positions(model)):
         raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
     model.config.use_cache = False
     return model
@@ -309,7 +289,7 @@ def check_folder(folder: Path, config: Config) -> None:
             f"{name} is quantized already: train adapters around its weights with --lora 16, or the BF16 model that it "
             f"was made from, or widen it first with octavo unpack {name} OUT"
         )
-    check_counts(described, folder)
+    meta_model.check_counts(described, folder)
     transformers, kind = _transformers(name), described.get("model_type")
     known = transformers.CONFIG_MAPPING
     if kind not in known and "auto_map" not in described:
@@ -327,7 +307,7 @@ def check_folder(folder: Path, config: Config) -> None:
 
 def _check_opened(model: Any, missing: list[str], source: Path) -> None:
     """Raise an error unless the model is causal, and all of its weights were in the folder, and finite."""
-    if not is_causal(model, model.get_input_embeddings().num_embeddings):
+    if not meta_model.is_causal(model, model.get_input_embeddings().num_embeddings):
         if damaged := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
             raise ArtifactError(f"{source}: {damaged[0]} holds inf or NaN: take a model that has not diverged")
         raise ConfigError(
@@ -543,9 +523,6 @@ def _fill(model: Any, weights: dict[str, Any]) -> None:
         set_model_state_dict(model, weights, options=whole)
 
 
-_DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
-
-
 class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the block, random numbers for parameters are those that one process draws for whole tensors on the CPU.
     Every process draws the whole tensor from torch's global generator, and a DTensor takes its own part of it. The
@@ -553,7 +530,8 @@ class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the largest parameter, and not the model, must fit in the memory of the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _DRAWS or not (isinstance(args[0], DTensor) or args[0].is_meta):
+        draws = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+        if func not in draws or not (isinstance(args[0], DTensor) or args[0].is_meta):
             return func(*args, **(kwargs or {}))
         tensor, *numbers = args
         whole = func(torch.empty(tensor.shape, device="cpu"), *numbers, **(kwargs or {}))  # FP32, as one process draws

@@ -10,12 +10,12 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,28 +25,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from octavo.checkpoint import files
+from octavo.checkpoint import folder as folders
 from octavo.checkpoint.dcp_writer import SafetensorsWriter
-from octavo.checkpoint.files import (
-    THREADS,
-    ArtifactError,
-    ShardReader,
-    check_match,
-    is_finite,
-    model_tensors,
-    read_json,
-)
-from octavo.checkpoint.folder import (
-    ADAPTER_CONFIG,
-    ADAPTERS,
-    PEFT_PREFIX,
-    WEIGHTS,
-    RunFolder,
-    WriteError,
-    remove_folder,
-    weights_stem,
-    write_error,
-    writing,
-)
+from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, is_finite
+from octavo.checkpoint.folder import ADAPTER_CONFIG, ADAPTERS, PEFT_PREFIX, WEIGHTS, RunFolder, WriteError
 from octavo.nn.parallel_weights import first_indices, local_part
 from octavo.scales import cast_once, load_scale_state, scale_state
 from octavo.train.host_masters import HostMasters
@@ -80,26 +63,15 @@ class TrainState:
         return cast_once(self.model) if self.hosted is None else nullcontext()
 
 
-# ---- Reading a checkpoint.
-
-
-class Opened(NamedTuple):
-    """The contents of train.json in a checkpoint, and the readers of its other files."""
-
-    described: Mapping[str, Any]
-    model: ShardReader
-    optimizer: ShardReader
-    state: ShardReader
-
-
-def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> Opened:
-    """An ArtifactError if the checkpoint is truncated, of another model (on any device), or of other data."""
+def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> tuple[Mapping[str, Any], list[ShardReader]]:
+    """The contents of train.json in a checkpoint, and the readers of its weights, its moments and the rest. An
+    ArtifactError if the checkpoint is truncated, of another model (on any device), or of other data."""
     described = _read_description(folder)
     if described["fingerprint"] != fingerprint:
         raise ArtifactError(
             f"the data is not what {folder} was trained on: pass the same --data and --validation-fraction"
         )
-    return Opened(described, _open_weights(folder, model), *(_open(folder, stem) for stem in ("optimizer", "state")))
+    return described, [_open_weights(folder, model), _open(folder, "optimizer"), _open(folder, "state")]
 
 
 def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = False) -> None:
@@ -107,11 +79,11 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
     `other_recipe` the checkpoint may be of a run with any recipe, and its weights, moments and step are restored. A
     scale history is restored where both recipes have it; the first step of another scales dynamically."""
     with same_outcome():
-        opened = open_checkpoint(folder, state.model, state.fingerprint)
+        described, (weights, optimizer, rest) = open_checkpoint(folder, state.model, state.fingerprint)
         moments = optimizer_state(state.model, state.optimizer)
         where = f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state"
-        check_match(opened.optimizer.specs, moments, where)
-        described, saved = opened.described, opened.state.get_all("cpu")
+        check_match(optimizer.specs, moments, where)
+        saved = rest.get_all("cpu")
         if other_recipe:
             histories = scale_state(state.model)
             scales = {name: saved.get(name, tensor) for name, tensor in histories.items()}
@@ -123,9 +95,9 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
             where = f"{folder / 'state.safetensors'} has no random state of this machine"
             check_match(found, {"random.cpu": torch.get_rng_state()}, where)
     with same_outcome():
-        _read_into(saved_weights(state.model), opened.model)
+        _read_into(saved_weights(state.model), weights)
         load_scale_state(state.model, scales)
-        _read_into(moments, opened.optimizer)
+        _read_into(moments, optimizer)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
     if other_recipe:
         return
@@ -155,7 +127,7 @@ def load_model(folder: Path, model: nn.Module) -> None:
 def has_finite_weights(folder: Path) -> bool:
     """True if every weight of a checkpoint is finite; False if one is not, or the checkpoint cannot be read."""
     try:
-        reader = _open(folder, weights_stem(folder))
+        reader = _open(folder, folders.weights_stem(folder))
     except ArtifactError:
         return False
     return all(bool(is_finite(reader.get(name))) for name, spec in reader.specs.items() if spec.dtype.is_floating_point)
@@ -177,7 +149,7 @@ def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
                 )
             tensor.copy_(part)
 
-    with ThreadPoolExecutor(THREADS) as threads:
+    with futures.ThreadPoolExecutor(files.THREADS) as threads:
         list(threads.map(fill, tensors))
 
 
@@ -206,7 +178,7 @@ def _open(folder: Path, stem: str) -> ShardReader:
 
 def _open_weights(folder: Path, model: nn.Module) -> ShardReader:
     """The weights of a checkpoint; an ArtifactError if they are not those that `model` has saved, or would save."""
-    stem = weights_stem(folder)
+    stem = folders.weights_stem(folder)
     if stem != _stem(model):
         held = "adapters alone" if stem == ADAPTERS else "all weights of a model"
         raise ArtifactError(f"the checkpoint {folder} holds {held}: keep the setting lora of its run")
@@ -224,7 +196,7 @@ def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -
 def _read_description(folder: Path) -> Mapping[str, Any]:
     path = folder / "train.json"
     with _whole(folder):
-        described = read_json(path)
+        described = files.read_json(path)
         check_kinds(described, _DESCRIBED, f"{path}: ", ArtifactError)
     if folder.name != (named := RunFolder(folder.parent).checkpoint(described["step"]).name):
         raise ArtifactError(
@@ -275,7 +247,7 @@ class HostCopy(DefaultSavePlanner):
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that a checkpoint holds, by their names there."""
-    tensors = model_tensors(model)
+    tensors = files.model_tensors(model)
     adapters = {name: t for name, t in tensors.items() if ".lora_" in name}
     return {f"{PEFT_PREFIX}{name.replace('.default.', '.')}": t for name, t in adapters.items()} or tensors
 
@@ -296,7 +268,6 @@ def _stem(model: nn.Module) -> str:
 
 
 _PATIENCE = timedelta(hours=1)  # of the ranks that have written for the slowest
-_PATIENCE_AFTER_ERROR = 600  # seconds for the last checkpoint, when the run has failed: another rank may be lost
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
@@ -311,9 +282,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         # A group of its own: its messages must not meet those of the thread that trains.
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
         self._copy = HostCopy()
-        self._pending: _Background | None = None
+        self._pending: futures.Future[None] | None = None
         # Each rank writes a part of a checkpoint: learn now, and not after many steps.
-        with same_outcome(), writing(run.path):
+        with same_outcome(), folders.writing(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=run.path).close()
         if rank() == 0:
@@ -325,40 +296,39 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def save(self, state: TrainState) -> None:
         """Begin to write the checkpoint of `state.step`, after the one before it is done."""
         self.wait()
-        files = {
+        stems = {
             _stem(state.model): saved_weights(state.model),
             "optimizer": optimizer_state(state.model, state.optimizer),
             "state": random_state(state.device) | scale_state(state.model),
         }
-        tensors = {f"{file}/{name}": t.detach() for file, found in files.items() for name, t in found.items()}
+        tensors = {f"{file}/{name}": t.detach() for file, found in stems.items() for name, t in found.items()}
         self._copy.update(tensors)
         described: dict[str, Any] = {name: getattr(state, name) for name in ("step", "skipped_steps", "fingerprint")}
         described["scaler"] = state.scaler.state_dict()
         texts = {"train.json": json.dumps(described, indent=2) + "\n"} | adapter_config(state.model)
         target = self.run.checkpoint(state.step)
-        self._pending = _Background(lambda: self._write(target, tensors, texts))
+        self._pending = _in_background(lambda: self._write(target, tensors, texts))
 
     @property
     def failed(self) -> bool:
         """True if the last checkpoint could not be written: `wait` then raises its error."""
-        return self._pending is not None and self._pending.error is not None
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises the WriteError of `save`."""
         if self._pending is not None:
-            self._pending.join()
+            futures.wait([self._pending])  # a signal that comes meanwhile leaves it pending
             pending, self._pending = self._pending, None
-            if pending.error is not None:
-                raise pending.error
+            pending.result()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self.wait()
             elif self._pending is not None and isinstance(error, Exception):  # a second signal stops at once
-                self._pending.join(_PATIENCE_AFTER_ERROR)
+                futures.wait([self._pending], 600)  # seconds: another rank may be lost
         finally:
-            if self._pending is None or not self._pending.is_alive():
+            if self._pending is None or self._pending.done():
                 self._copy.close()
 
     def _write(self, target: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
@@ -374,27 +344,26 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             if isinstance(cause, WriteError):
                 raise cause from error
             if isinstance(cause, OSError):
-                raise write_error(target, cause) from error
+                raise folders.write_error(target, cause) from error
             raise RuntimeError(f"could not write {target}: {type(cause).__name__}: {cause}") from error
         if rank() == 0:
             for old in self.run.checkpoints()[: -self.keep]:
-                remove_folder(old)
+                folders.remove_folder(old)
 
 
-class _Background(threading.Thread):
-    """A call in a thread, which does not keep the process alive: a lost rank would never answer it."""
+def _in_background(call: Callable[[], None]) -> futures.Future[None]:
+    """Start a call in a thread, which does not keep the process alive: a lost rank would never answer it."""
+    done: futures.Future[None] = futures.Future()
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self._call = call
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
+    def run() -> None:
         try:
-            self._call()
+            call()
+            done.set_result(None)
         except BaseException as error:
-            self.error = error
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return done
 
 
 # ---- The states of torch's random generators on every rank, as tensors in a checkpoint.

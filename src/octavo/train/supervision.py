@@ -218,14 +218,25 @@ class Supervisor:
         )
 
     def _roll_back(self, spike: Event) -> bool:
-        """Return to a checkpoint from before the spike, if there is one and the limit is not reached."""
-        limit = self.config.watch.rollbacks
-        spent = len(self.actions.rollbacks) >= limit
-        rollback = None if spent else self._return_to(spike.step - NEW)
-        if rollback is None:
+        """Return to the newest checkpoint from before the spike, if there is one and the limit is not reached, and go
+        on with the batches after those so far. Newer checkpoints are removed."""
+        self.checkpoints.wait()
+        state, limit = self.state, self.config.watch.rollbacks
+        steps = gather([self.run.step_of(path) for path in self.run.checkpoints()])[0]
+        older, spent = [step for step in steps if step <= spike.step - NEW], len(self.actions.rollbacks) >= limit
+        if spent or not older:
             why = f"watch.rollbacks is {limit}" if spent else "no checkpoint is older"
             self._react([replace(spike, message=f"{spike.message}; not rolled back: {why}")])
             return False
+        rollback = Rollback(state.step, max(older), self.actions.batch(state.step))
+        load_checkpoint(self.run.checkpoint(rollback.to), state)
+        state.optimizer.zero_grad()
+        self._cast_anew()
+        self.actions.rollbacks.append(rollback)
+        self._write_actions()
+        for newer in steps if rank() == 0 else ():
+            if newer > rollback.to:
+                remove_folder(self.run.checkpoint(newer))
         self._losses.restart()
         self._stalls = StallRule(self.state.step)
         self.metrics.go_back(rollback.to)  # drops the metrics of later steps
@@ -235,26 +246,6 @@ class Supervisor:
         self._print(spike, f"; back to the checkpoint of step {rollback.to}, with the batches after these")
         self.metrics.write(rollback.to, warnings={spike.rule: 1}, rolled_back_from=rollback.step)
         return True
-
-    def _return_to(self, before: int) -> Rollback | None:
-        """Return to the newest checkpoint of a step up to `before`, and go on with the batches after those so far.
-        Newer checkpoints are removed. None, and nothing changes, if there is no such checkpoint."""
-        self.checkpoints.wait()
-        steps = gather([step for step in map(self.run.step_of, self.run.checkpoints()) if step <= before])[0]
-        if not steps:
-            return None
-        state, target = self.state, max(steps)
-        rollback = Rollback(state.step, target, self.actions.batch(state.step))
-        load_checkpoint(self.run.checkpoint(target), state)
-        state.optimizer.zero_grad()
-        self._cast_anew()
-        self.actions.rollbacks.append(rollback)
-        self._write_actions()
-        if rank() == 0:
-            for newer in self.run.checkpoints():
-                if self.run.step_of(newer) > target:
-                    remove_folder(newer)
-        return rollback
 
     # ---- Saying: on the terminal, in metrics.jsonl and, where the run is watched, as events.
 

@@ -286,9 +286,6 @@ class _Clock:
             self._start += time.perf_counter() - began
 
 
-# ---- Starting and resuming a run: all work between the settings and the first step.
-
-
 def start_run(config: Config, console: Console) -> Trainer:
     """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint. The run's folder is locked until
     `Trainer.run` ends. Every rank must call this; an error of one is raised on all. Before an error of the settings or
@@ -312,14 +309,9 @@ def start_run(config: Config, console: Console) -> Trainer:
             raise ConfigError(
                 f"steps must be above the {step} of {config.branch}; got {config.steps}: give more --steps"
             )
-        with processes.same_outcome():
-            if processes.rank() == 0:
-                _describe(trainer)
+        processes.on_first(lambda: _describe(trainer))
         trainer.lock = stack.pop_all()
     return trainer
-
-
-_OF_THE_START = ("tokenizer", "vocabulary", "calibration", "branch", "disturb")  # settings that a resumed run ignores
 
 
 def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
@@ -335,7 +327,8 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             given = parse(overrides)
             before = _absolute_paths(read_settings(run))
             config = _absolute_paths(before.change(**given))
-            began = {name: getattr(before, name) for name in _OF_THE_START}
+            of_the_start = ("tokenizer", "vocabulary", "calibration", "branch", "disturb")  # a resumed run ignores them
+            began = {name: getattr(before, name) for name in of_the_start}
             refuse(config, *((name, getattr(config, name) != value, "a new run", f"one that began with {value!r}",
                               "leave it out") for name, value in began.items()))  # fmt: skip
             degrees = processes.find_degrees(config.parallel, processes.world_size())
@@ -531,9 +524,6 @@ def was_restarted() -> bool:
     return any(processes.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
 
-_WRITTEN = {"config.json", "metrics.jsonl", "actions.json", "report.html", "model", "watch", "tensorboard", "wandb"}
-
-
 def start_or_resume(config: Config, console: Console) -> Trainer:
     """The run in `config.out` at its newest checkpoint; a new run if the folder has none. Every rank must call this."""
     resumes = processes.on_first(lambda: _has_checkpoint(config))  # before the others write to the folder
@@ -554,7 +544,8 @@ def _has_checkpoint(config: Config) -> bool:
             )
     if run.checkpoints():
         return True
-    if others := {path.name for path in run.path.glob("[!.]*")} - _WRITTEN:
+    ours = {"config.json", "metrics.jsonl", "actions.json", "report.html", "model", "watch", "tensorboard", "wandb"}
+    if others := {path.name for path in run.path.glob("[!.]*")} - ours:
         message = f"{run.path} has no checkpoint, and {min(others)} is not of a run: move it, or choose another --out"
         raise FileExistsError(message)
     with locked_folder(run.path):

@@ -18,17 +18,8 @@ from torch.nn.functional import pad
 
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.util import Progress, no_progress
-from octavo.verification.layer_spec import (
-    LayerSpec,
-    SpecError,
-    decode_exponents,
-    half_step,
-    nearest,
-    numbers_of,
-    read_specs,
-    scale_values,
-    spread,
-)
+from octavo.verification import layer_spec
+from octavo.verification.layer_spec import LayerSpec, nearest, numbers_of, scale_values, spread
 from octavo.verification.stored_files import CheckpointFiles
 
 Shape = tuple[int, ...]
@@ -55,8 +46,8 @@ class Required(NamedTuple):
 def check_folder(files: CheckpointFiles, required: Required, progress: Progress = no_progress) -> dict[str, LayerSpec]:
     """Add the errors in the settings and tensors to `files.findings`; returns the specs of the packed layers."""
     try:
-        specs, unused = read_specs(files.settings, required.linears)
-    except SpecError as error:
+        specs, unused = layer_spec.read_specs(files.settings, required.linears)
+    except layer_spec.SpecError as error:
         files.add_finding("config", "config.json", f"quantization_config: {error}")
         return {}
     for entry in unused:
@@ -193,7 +184,7 @@ def _check_numbers(files: CheckpointFiles, name: str) -> None:
             files.changed.append(name)
     is_scale = name.rpartition(".")[2] in (*_LAYER_SCALES, "output_scale", *_CACHE_SCALES)
     if is_scale and files.dtypes[name] in _EXPONENTS:
-        zeros = decode_exponents(tensor) == 0
+        zeros = layer_spec.decode_exponents(tensor) == 0
         wrong = {"NaN (255)": int((tensor.view(torch.uint8) == 255).sum()), "zero": int(zeros.sum())}
     elif files.dtypes[name] == "F8_E4M3":  # e4m3 has no inf, and one NaN of each sign
         wrong = {"NaN": int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())}
@@ -402,10 +393,10 @@ def _compare(
         noise += float((d * s).sub_(w).square_().sum())
         x = (w / s).clamp_(-spec.largest, spec.largest)
         far = (x - d.clamp_(min=-spec.largest)).abs_()  # other programs have the integer -128
-        part = torch.gt(far, half_step(x, spec, scale_dtype), out=beyond[start : start + step])
+        part = torch.gt(far, layer_spec.half_step(x, spec, scale_dtype), out=beyond[start : start + step])
         if exact:
             odd = data[start : start + step].view(torch.uint8).bitwise_and(1).bool()
-            part |= odd & (far == half_step(x, spec, scale_dtype, tie=0.0))
+            part |= odd & (far == layer_spec.half_step(x, spec, scale_dtype, tie=0.0))
     return sqnr(signal, noise), beyond
 
 

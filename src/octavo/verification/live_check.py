@@ -133,9 +133,6 @@ def check(
     return LiveReport(sorted(worst, key=lambda each: -each.error), run.remarks, run.verdict(len(worst)))
 
 
-# ---- One pass, which compares the y of each linear layer when it runs, and its dx when the gradient comes.
-
-
 @dataclass
 class _Layer:
     """A linear layer, and the worst of its calls."""

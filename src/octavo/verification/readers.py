@@ -229,7 +229,7 @@ def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
     ]
     factors, note = BF16_LOOSE if probe.cache else probe.bf16_factors, "in BF16, log-probabilities of the prompts"
     logits = (probe.reference, probe.unrounded, probe.bf16)
-    reference, unrounded, bf16 = (next_log_probabilities(each, probe.inputs) for each in logits)
+    reference, unrounded, bf16 = (log_probabilities(y[:, :-1], probe.inputs[:, 1:]).cpu() for y in logits)
     probe = replace(probe, reference=reference, unrounded=unrounded, bf16=bf16)
     return probe.judge("vllm", version, torch.tensor(found), factors, note)
 
@@ -238,8 +238,3 @@ def median_distance(actual: Tensor, expected: Tensor) -> float:
     """The median over the tokens of the distance of their outputs [B, T, width]."""
     tokens = zip(actual.flatten(0, 1), expected.flatten(0, 1), strict=True)
     return float(torch.tensor([distance(*pair) for pair in tokens]).median())
-
-
-def next_log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    """Of each token but the first, float64 [B, T - 1], from logits [B, T, V] and ids [B, T]."""
-    return log_probabilities(logits[:, :-1], ids[:, 1:]).cpu()

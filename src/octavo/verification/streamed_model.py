@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import model_tensors
-from octavo.hf.meta_model import (
-    ExpertMatrices,
-    MetaModel,
-    expert_matrices,
-    fill_model,
-    model_outputs,
-    predicts_tokens,
-    tied_names,
-)
+from octavo.hf import meta_model as models
+from octavo.hf.meta_model import ExpertMatrices, MetaModel
 from octavo.nn.module_tools import computes_linearly
 from octavo.verification.checks import Required
 
@@ -57,15 +50,15 @@ class StreamedModel:
         rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]] = (),
     ) -> None:
         model: Any = meta_model.model.to(dtype)
-        known = expert_matrices(meta_model)
+        known = models.expert_matrices(meta_model)
         experts = {n: m for n, m in known.items() if all(f"{part}.weight" in stored for each in m for part in each)}
         if meta_model.experts.stacks:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
-        self.compute, self.device, self.logits = compute, torch.device(device), predicts_tokens(model)
+        self.compute, self.device, self.logits = compute, torch.device(device), models.predicts_tokens(model)
         self._rounds = rounds
         self.experts: dict[str, StreamedExperts] = {}  # each module of them, by its name
-        tied = tied_names(model)
+        tied = models.tied_names(model)
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
             # State-space layers read the weight of dt_proj without a call; the router of Llama 4 is no linear layer.
@@ -80,14 +73,14 @@ class StreamedModel:
         metas = model_tensors(model)
         found = {name: [each for each in tied.get(name, [name]) if each in stored] for name in metas}
         tensors = {name: get(names[0]).to(metas[name].dtype) for name, names in found.items() if names}
-        self.model = fill_model(meta_model, tensors).to(self.device).eval()
+        self.model = models.fill_model(meta_model, tensors).to(self.device).eval()
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
         """The outputs float32 (`octavo.hf.meta_model.model_outputs`) of token ids int64 [B, T] or of images."""
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            return model_outputs(self.model, inputs.to(self.device), self.logits, self._rounds)
+            return models.model_outputs(self.model, inputs.to(self.device), self.logits, self._rounds)
 
 
 def required_by(meta_model: MetaModel) -> Required:
@@ -97,7 +90,7 @@ def required_by(meta_model: MetaModel) -> Required:
     modules = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears = [*map(meta_model.file_name, modules), *meta_model.experts.experts]
     in_file = meta_model.experts.file_name
-    tied = {in_file(name): [in_file(each) for each in names] for name, names in tied_names(model).items()}
+    tied = {in_file(name): [in_file(each) for each in names] for name, names in models.tied_names(model).items()}
     return Required(shapes, linears, tied, modules)
 
 

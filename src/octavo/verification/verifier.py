@@ -31,22 +31,10 @@ from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
 from octavo.hf.source import Source, open_source
 from octavo.util import Progress, choose_device, no_progress
+from octavo.verification import layer_spec
 from octavo.verification.checks import Required, check_folder, check_weights, judge_alone
 from octavo.verification.findings import LayerReport, Report, measure_sizes
-from octavo.verification.layer_spec import (
-    LayerSpec,
-    PackedLayers,
-    RoundInput,
-    cache_names,
-    cache_scales,
-    leave_input,
-    nearest,
-    round_input,
-    round_input_by_compressed_tensors,
-    round_keys_and_values,
-    scale_values,
-    widen,
-)
+from octavo.verification.layer_spec import LayerSpec, PackedLayers, RoundInput, round_input, scale_values, widen
 from octavo.verification.readers import Probe, try_readers
 from octavo.verification.stored_files import CheckpointFiles, Finding, check_description, read_files
 from octavo.verification.streamed_model import StreamedModel, expert_outputs, required_by
@@ -214,8 +202,8 @@ class Verification:
             return outputs
 
         try:
-            reference, unrounded, bf16 = run(round_input), run(leave_input), run(round_input, torch.bfloat16)
-            emulated = self._packed_model(round_input_by_compressed_tensors)(given).cpu()
+            reference, unrounded, bf16 = run(round_input), run(layer_spec.leave_input), run(round_input, torch.bfloat16)
+            emulated = self._packed_model(layer_spec.round_input_by_compressed_tensors)(given).cpu()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # settings that a model is built from, and cannot run with, raise anything
@@ -229,7 +217,7 @@ class Verification:
             self.files.settings,
             causal=is_language_model(meta_model.model),
             logits=predicts_tokens(meta_model.model),
-            cache=bool(cache_names(self.files)),
+            cache=bool(layer_spec.cache_names(self.files)),
             mixture=bool(meta_model.experts.experts),
             inputs=given,
             reference=reference,
@@ -246,7 +234,7 @@ class Verification:
 
     def measure_quality(self, budgets: Sequence[Budget]) -> None:
         """Measure the quality on the prompts, and compare it with the budgets."""
-        if cache_names(self.files):
+        if layer_spec.cache_names(self.files):
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
         assert self.source is not None  # `verify` takes prompts with MODEL alone
         metas, read = _tensors(self.source), self.source.get_from_file
@@ -280,10 +268,11 @@ class Verification:
         """The reference. Keys and values are rounded unless inputs are left as they are."""
         meta_model, stored = self._meta_model(), self.files.shapes
         experts = meta_model.experts.experts
-        unrounded = experts if rounding is round_input_by_compressed_tensors else []  # transformers widens experts
+        # transformers widens experts
+        unrounded = experts if rounding is layer_spec.round_input_by_compressed_tensors else []
         layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
-        scales = {} if rounding is leave_input else cache_scales(self.files)
-        rounds = [partial(round_keys_and_values, pair) for pair in scales.values()]
+        scales = {} if rounding is layer_spec.leave_input else layer_spec.cache_scales(self.files)
+        rounds = [partial(layer_spec.round_keys_and_values, pair) for pair in scales.values()]
         return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, rounds)
 
     def _meta_model(self) -> MetaModel:
@@ -331,7 +320,7 @@ _FACTOR = 4.0  # between calibrations on other text, by other rules
 def scale_names(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> dict[str, str]:
     """The names of the stored scales, each with the name that its tensor has in a calibration."""
     inputs = {f"{name}.{spec.input_scale}": name for name, spec in layers.items() if spec.inputs == "static"}
-    pairs = cache_names(files)
+    pairs = layer_spec.cache_names(files)
     cached = {name: f"{of}.{kind}" for of, pair in pairs.items() for name, kind in zip(pair, "kv", strict=True)}
     return inputs | cached
 
@@ -397,7 +386,7 @@ def _by_error(seen: Statistics) -> list[float]:
     several."""
     x, counts = _histogram(seen)
     grid = torch.tensor([max(_by_amax(seen)[0] * 2 ** (-i / 8), 2.0**-126) for i in range(41)])
-    errors = torch.stack([(counts * (x - nearest(x / s, _E4M3) * s).double().square()).sum() for s in grid])
+    errors = torch.stack([(counts * (x - layer_spec.nearest(x / s, _E4M3) * s).double().square()).sum() for s in grid])
     return grid[errors <= errors.min() * (1 + 1e-6)].tolist()
 
 
