@@ -229,16 +229,13 @@ class LayerKVCache:
 
         The result is NaN if replays of a CUDA graph moved the device's count of tokens away from the host's.
         """
-        end = self.count.host
+        end, fp8 = self.count.host, self.runs_fp8(q, first)
         k, v = self.keys[:, :, :end], self.values[:, :, :end]
-        if self.one_scale and self.runs_fp8(q, first):
+        if self.one_scale and fp8:
             scales = self.k_scale[:1], torch.where(self.length == end, self.v_scale[:1], torch.nan)  # type: ignore[index]
             return fp8_prompt_attention(q, k, v, scales, scale=scale)
         k, v = widened(k, self.k_scale, q.dtype), widened(v, self.v_scale, q.dtype)
-        if self.runs_fp8(q, first):
-            y = fp8_prompt_attention(q, k, v, scale=scale)
-        else:
-            y = prompt_attention(q, k, v, first=first, scale=scale)
+        y = fp8_prompt_attention(q, k, v, scale=scale) if fp8 else prompt_attention(q, k, v, first=first, scale=scale)
         return y.masked_fill_(self.length != end, torch.nan)
 
     def runs_fp8(self, q: Tensor, first: Tensor | None) -> bool:
@@ -276,9 +273,7 @@ class LayerKVCache:
     def select(self, sequences: Tensor) -> None:
         """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
         for name in ("keys", "values"):
-            data = getattr(self, name)
-            if self.dtype == "fp8":  # indexing takes integers on every device
-                data = data.view(torch.uint8)
+            data = getattr(self, name).view(torch.uint8)  # indexing takes integers on every device
             chosen = data.index_select(0, sequences.to(data.device))
             if chosen.shape == data.shape:
                 data.copy_(chosen)
@@ -544,11 +539,10 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     j = torch.arange(tokens, device=q.device)
     position = j[tokens - new :].unsqueeze(1)
     mask = j <= position  # [T, S]
-    if first is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
+    if first is not None:
+        mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
+    return y if first is None else y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
 
 
 # ---- Attention of long prompts in E4M3 (`octavo.ops.fp8_attention`), where that is faster than PyTorch's in BF16.
