@@ -130,7 +130,10 @@ def _wide(data: Tensor, scale: Tensor, by: Granularity) -> Tensor:
     return wide if by.outer else wide.mul_(by.expand(scale, tuple(data.shape)))
 
 
-def _check(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any) -> None:
+def check_product(
+    operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any
+) -> None:
+    """Raise ValueError unless these are the operands of a product, and tensors that are added to it."""
     a, b = operands.a.shape, operands.b.shape
     if len(a) != 2 or len(b) != 2 or a[1] != b[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a)} and {list(b)}")
@@ -138,7 +141,9 @@ def _check(operands: Operands, bias: Tensor | None, residual: Tensor | None, out
     check_tensor("residual", residual, (a[0], b[0]), out_dtype)
 
 
-def _like(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any) -> Tensor:
+def like_product(
+    operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any
+) -> Tensor:
     return operands.a.new_empty((operands.a.shape[0], operands.b.shape[0]), dtype=out_dtype)
 
 
@@ -160,7 +165,7 @@ def _inlines(operands: Operands, *rest: Any) -> bool:
     return backend not in ("emulated", "none") and bool(by_row)
 
 
-@operation(check=_check, like=_like, inlines=_inlines)
+@operation(check=check_product, like=like_product, inlines=_inlines)
 def _scaled_mm(
     operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, fast: bool, emulate: bool
 ) -> Tensor:
