@@ -65,8 +65,7 @@ def test_k_is_split_for_more_rows_than_a_grid_has_in_y():
 
     a, b = (quantize(torch.randn(rows, 256, device="cuda"), INT8) for rows in (67_000, 16))
     poison()
-    tiling = kernel.Tiling(128, 128, 128, 3, 8, split_k=2)
-    y = kernel.int8_mm(Operands.of(a, b), None, None, torch.float32, tiling)
+    y = kernel.int8_mm(Operands.of(a, b), None, None, torch.float32, kernel.Tiling(128, 128, 128, 3, 8, split_k=2))
     assert_same(y, exact_product(a, b))
 
 

@@ -47,12 +47,10 @@ class ExpertFiles:
             split = {name: self._revert(name, tensor) for name, tensor in meta.items()}
             self.parts = {name: list(each) for name, each in split.items()}
             matrices = {part for each in split.values() for part, tensor in each.items() if tensor.ndim == 2}
-        self._stack_of = {part: name for name, parts in self.parts.items() if len(parts) > 1 for part in parts}
-        if not self._stack_of:
-            self.parts = {}
-        self.stacks: dict[str, list[str]] = {}
-        for part, name in self._stack_of.items():
-            self.stacks.setdefault(name, []).append(part.removesuffix(".weight"))
+        stacked = {name: parts for name, parts in self.parts.items() if len(parts) > 1}
+        self.parts = self.parts if stacked else {}
+        self.stacks = {name: [part.removesuffix(".weight") for part in parts] for name, parts in stacked.items()}
+        self._stack_of = {part: name for name, parts in stacked.items() for part in parts}
         self.experts = [part.removesuffix(".weight") for part in self._stack_of if part in matrices]
         self._in_files = {name: parts[0] for name, parts in self.parts.items()}
         self._in_model = {parts[0]: name for name, parts in self.parts.items() if len(parts) == 1}
@@ -68,8 +66,7 @@ class ExpertFiles:
         if packed:
             names = [name for name in self.experts if name not in packed]
         elif not names:
-            modules = (re.sub(r"\.\d+\.[^.]*$", "", name) for name in self.experts)
-            names = list(dict.fromkeys(modules))
+            names = list(dict.fromkeys(re.sub(r"\.\d+\.[^.]*$", "", name) for name in self.experts))
         owners = {f"{name}.weight": module for name, module in self._model.named_modules()}
         weights = [name for name, p in self._model.named_parameters() if name in owners and p.ndim == 2]
         others = [name for name in weights if not isinstance(owners[name], nn.Linear | nn.Embedding)]
