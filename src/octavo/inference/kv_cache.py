@@ -287,6 +287,7 @@ class LayerKVCache:
     def _widen_scales(self, k: Tensor, v: Tensor) -> None:
         """Raise the scales to cover the new tokens, and cast the stored tokens again with them."""
         largest = LARGEST[DTYPES[self.dtype]]
+        recorded = torch.compiler.is_compiling() or (k.is_cuda and torch.cuda.is_current_stream_capturing())
         for x, data, scale in ((k, self.keys, self.k_scale), (v, self.values, self.v_scale)):
             assert scale is not None
             amax = torch.linalg.vector_norm(x.detach(), torch.inf, (0, 2, 3), dtype=torch.float32)  # [G]
@@ -294,18 +295,13 @@ class LayerKVCache:
             needed = torch.maximum(scale, amax * self.margin / torch.full_like(amax, largest))
             needed = torch.where(needed.isfinite(), needed, torch.nan)
             if not self.empty:
-                self._recast(data, scale, needed, k.shape[2])
+                if not recorded:  # the host may wait, and knows the number of tokens
+                    if bool((needed == scale).all()):
+                        continue
+                    data = data[:, :, : self.count.host - k.shape[2]]
+                recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
+                data.copy_(recast)
             scale.copy_(needed)
-
-    def _recast(self, data: Tensor, scale: Tensor, needed: Tensor, new: int) -> None:
-        """Cast the stored tokens, all but the last `new`, from `scale` to `needed`."""
-        recorded = torch.compiler.is_compiling() or (data.is_cuda and torch.cuda.is_current_stream_capturing())
-        if not recorded:  # the host may wait, and knows the number of tokens
-            if bool((needed == scale).all()):
-                return
-            data = data[:, :, : self.count.host - new]
-        recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
-        data.copy_(recast)
 
 
 def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tensor:

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from octavo.inference.engine import Engine, Stop
 from octavo.inference.kv_cache import UnservedError
 from octavo.inference.sampling import draw
-from octavo.inference.session import first_tokens, read_prompts
+from octavo.inference.session import read_prompts
 from octavo.inference.transformers_cache import CACHE
 from octavo.nn.module_tools import mix_classes
 from octavo.ops import index_of_largest
@@ -106,7 +106,7 @@ def _run(
     _check_covered(model, config, kwargs)
     prompts = read_prompts(ids, kwargs.get("attention_mask"), engine.device)
     if (positions := kwargs.get("position_ids")) is not None:  # which transformers makes from the mask
-        usual = torch.arange(ids.shape[1], device=engine.device) - first_tokens(prompts)[:, None]
+        usual = torch.arange(ids.shape[1], device=engine.device) - prompts.first[:, None]
         if not bool(((positions.to(engine.device) == usual) | (usual < 0)).all()):
             raise UncoveredError("position_ids are given that do not count the tokens")
     if engine.limit < min(engine.context, config.max_length - 1):
