@@ -342,13 +342,8 @@ def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 # ---- A linear layer for each group of rows, as three grouped GEMMs with one quantization for each tensor.
 #
-# The mathematics is that of `octavo.nn.linear_function`, with a weight for each expert e. Rows M in groups, inputs K,
-# outputs N, and w, its scales and c_max by expert:
-#
-#     y [M,N]   = x_q[M,K]   @ w_q[e,N,K]^T   * s_x[M] * s_w[e,N]
-#     g [M,N]   = dy[M,N] * s_w[e,N] * m[M]   -> g_q, s_g[M]
-#     dx[M,K]   = g_q[M,N]   @ wT_q[e,K,N]^T  * (s_g[M] / m[M])
-#     dw[e,N,K] = h_q[N,M_e] @ xT_q[K,M_e]^T  * (c_max[e] / s_w[e,N])
+# The mathematics is that of `octavo.nn.linear_function`, with w[e,N,K], its scales and c_max by expert e. Rows M are in
+# groups, and dw[e,N,K] adds over the rows M_e of its group.
 #
 # The GPU's GEMM of dw takes groups in positive multiples of 128 rows. Only its two operands need that, and the kernel
 # that transposes them writes the columns of each group to their place, with zeros behind them. So groups of any size
