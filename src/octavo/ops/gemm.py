@@ -117,7 +117,7 @@ def scaled_mm_reference(operands: Operands) -> Tensor:
     a, b, scale_a, scale_b, by_a, by_b = operands
     scale_a, scale_b = scale_a.float(), scale_b.float()
     with torch.autocast(a.device.type, enabled=False):  # it would run this product in BF16
-        y = _wide(a, scale_a, by_a) @ _wide(b, scale_b, by_b).t()  # [M,K] @ [N,K]^T
+        y = wide_operand(a, scale_a, by_a) @ wide_operand(b, scale_b, by_b).t()  # [M,K] @ [N,K]^T
     if by_a.outer:
         y *= scale_a
     if by_b.outer and not bool((scale_b == 1).all()):  # they are ones if the scale was folded into a
@@ -125,9 +125,10 @@ def scaled_mm_reference(operands: Operands) -> Tensor:
     return y
 
 
-def _wide(data: Tensor, scale: Tensor, by: Granularity) -> Tensor:
+def wide_operand(data: Tensor, scale: Tensor, by: Granularity) -> Tensor:
+    """The numbers of an operand [M, K] as float32, multiplied by scales that vary along K."""
     wide = widen(data)
-    return wide if by.outer else wide.mul_(by.expand(scale, tuple(data.shape)))
+    return wide if by.outer else wide.mul_(by.expand(scale.float(), tuple(data.shape)))
 
 
 def check_product(

@@ -56,7 +56,14 @@ def int8_mm(
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
     if tiling is None and uses_cublas(m, n, k):
-        _scale_sums(operands, bias, residual, y)
+        # In parts of rows of equal size: the sums of all rows are never there at once, and torch._int_mm takes no fewer
+        # than 17 rows.
+        parts = cdiv(m, max(MAX_SUMS // n, 256))
+        for i in range(parts):
+            part = slice(m * i // parts, m * (i + 1) // parts)
+            sums = torch._int_mm(a[part], b.t())  # [M,K] @ [K,N]
+            added = None if residual is None else residual[part]
+            _combine(sums[None], scale_a[part], scale_b, bias, added, y[part])
         return y
     block_m, block_n, block_k, stages, warps, split_k = tiling or choose(m, n, k, a.device)
     k_per_split, split_k = cut(k, block_k, split_k)
@@ -74,17 +81,6 @@ def int8_mm(
 def uses_cublas(m: int, n: int, k: int) -> bool:
     """True if cuBLASLt makes the sums: for many rows, of sizes that it takes."""
     return m > MAX_SMALL_M and n % 8 == 0 and k % 16 == 0
-
-
-def _scale_sums(operands: Operands, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:
-    """Fill y [M, N] in parts of rows, so that the int32 sums of all rows are never there at once."""
-    (m, n), (a, b, scale_a, scale_b, _, _) = y.shape, operands
-    parts = cdiv(m, max(MAX_SUMS // n, 256))
-    for i in range(parts):
-        part = slice(m * i // parts, m * (i + 1) // parts)  # of equal size: torch._int_mm takes no fewer than 17 rows
-        sums = torch._int_mm(a[part], b.t())  # [M,K] @ [K,N]
-        added = None if residual is None else residual[part]
-        _combine(sums[None], scale_a[part], scale_b, bias, added, y[part])
 
 
 def _combine(
