@@ -16,6 +16,7 @@ import octavo
 from octavo.numerics import Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.int8_gemm import int8_mm, int8_mm_reference
+from octavo.ops.launching import Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +26,7 @@ SIZES = [(1, 4096, 4096), (5, 515, 160), (16, 512, 14336), (64, 77, 1056), (100,
 
 
 def exact_product(a: QTensor, b: QTensor) -> Tensor:
-    return int8_mm_reference(a.data, a.scale, b.data, b.scale, None, None, torch.float32)
+    return int8_mm_reference(Operands.of(a, b), None, None, torch.float32)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
@@ -52,10 +53,10 @@ def test_sums_of_many_rows_are_scaled_in_parts(m, monkeypatch):
     torch.manual_seed(m)
     a, b = quantize(torch.randn(m, 256), INT8), quantize(torch.randn(1024, 256), INT8)
     assert kernel.uses_cublas(m, 1024, 256)
-    operands = a.data.cuda(), a.scale.cuda(), b.data.cuda(), b.scale.cuda()
+    operands = Operands(a.data.cuda(), b.data.cuda(), a.scale.cuda(), b.scale.cuda(), a.granularity, b.granularity)
     bias, residual = torch.randn(1024), torch.randn(m, 1024).bfloat16()
     poison()
-    y = kernel.int8_mm(*operands, bias.cuda(), residual.cuda(), torch.bfloat16)
+    y = kernel.int8_mm(operands, bias.cuda(), residual.cuda(), torch.bfloat16)
     assert_same(y, (exact_product(a, b) + bias).bfloat16() + residual)
 
 
@@ -63,9 +64,8 @@ def test_k_is_split_for_more_rows_than_a_grid_has_in_y():
     from octavo.ops.kernels import int8_gemm as kernel
 
     a, b = (quantize(torch.randn(rows, 256, device="cuda"), INT8) for rows in (67_000, 16))
-    operands = a.data, a.scale, b.data, b.scale
     poison()
-    y = kernel.int8_mm(*operands, None, None, torch.float32, kernel.Tiling(128, 128, 128, 3, 8, split_k=2))
+    y = kernel.int8_mm(Operands.of(a, b), None, None, torch.float32, kernel.Tiling(128, 128, 128, 3, 8, split_k=2))
     assert_same(y, exact_product(a, b))
 
 

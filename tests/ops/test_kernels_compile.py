@@ -180,8 +180,8 @@ def calls_of_products(capability: int) -> Iterator[Call]:
         given = on_cpu(m, 4096, dtype=HALF), stack, ones(8, 512, 1), ROW, offsets
         yield "grouped_gemm", "grouped_weight_only_mm", (*given, None, native)
     for m, n, k in ((1, 4096, 4096), (64, 4096, 14336), (100, 333, 80), (512, 6150, 4096), (80, 1040, 64)):
-        operands = on_cpu(m, k, dtype=INT8), ones(m, 1), on_cpu(n, k, dtype=INT8), ones(n, 1)
-        yield "int8_gemm", "int8_mm", (*operands, on_cpu(n, dtype=HALF), on_cpu(m, n, dtype=HALF), HALF)
+        operands = Operands(on_cpu(m, k, dtype=INT8), on_cpu(n, k, dtype=INT8), ones(m, 1), ones(n, 1), ROW, ROW)
+        yield "int8_gemm", "int8_mm", (operands, on_cpu(n, dtype=HALF), on_cpu(m, n, dtype=HALF), HALF)
     for heads, new, dim in ((16, 1, 128), (16, 300, 128), (2, 64, 256)):
         q, keys = on_cpu(2, heads, new, dim, dtype=HALF), on_cpu(2, 2, 600, dim, dtype=HALF)
         cache = Cache(keys, keys, None, None, torch.tensor(300))

@@ -110,7 +110,7 @@ def products(x: Tensor) -> Iterator[Example]:
     a, b = quantize(x, INT8), quantize(w.dequantize(), INT8)
     for bias, residual in ((None, None), (torch.rand(24), torch.rand(m, 24).bfloat16())):
         yield "weight_only_mm", (x, w.data, w.scale, "row", bias, residual)
-        yield "int8_mm", (a.data, a.scale, b.data, b.scale, bias, residual, torch.bfloat16)
+        yield "int8_mm", (*operands_of(a, b), bias, residual, torch.bfloat16)
     yield "index_of_largest", (x,)
     yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None, None)
 

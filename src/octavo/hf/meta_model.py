@@ -171,7 +171,7 @@ def measured_part(model: Any, logits: bool) -> Any:
 
 def is_language_model(model: Any) -> bool:
     """True if a model predicts the next token of its input: any of `octavo.models`, and of transformers by the name of
-    its class. The model needs no weights. Training, which has them, asks `octavo.models.decoder.is_causal` instead."""
+    its class. The model needs no weights. Training, which has them, asks `is_causal` below."""
     if isinstance(model, Decoder):
         return True
     return names_language_model((*(model.config.architectures or ()), type(model).__name__)[0])

@@ -13,7 +13,7 @@ from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, rea
 from octavo.checkpoint.folder import ADAPTER_CONFIG, ADAPTERS, PEFT_PREFIX
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import Layout
-from octavo.models.gpt2 import ARCHITECTURE, POSITION_OFFSET
+from octavo.models.gpt2 import POSITION_OFFSET, GPT2Config
 
 # ---- Mixtures of experts: their files hold a matrix for each expert, their modules stack these matrices.
 #
@@ -47,12 +47,10 @@ class ExpertFiles:
             split = {name: self._revert(name, tensor) for name, tensor in meta.items()}
             self.parts = {name: list(each) for name, each in split.items()}
             matrices = {part for each in split.values() for part, tensor in each.items() if tensor.ndim == 2}
-        self._stack_of = {part: name for name, parts in self.parts.items() if len(parts) > 1 for part in parts}
-        if not self._stack_of:
-            self.parts = {}
-        self.stacks: dict[str, list[str]] = {}
-        for part, name in self._stack_of.items():
-            self.stacks.setdefault(name, []).append(part.removesuffix(".weight"))
+        stacked = {name: parts for name, parts in self.parts.items() if len(parts) > 1}
+        self.parts = self.parts if stacked else {}
+        self.stacks = {name: [part.removesuffix(".weight") for part in parts] for name, parts in stacked.items()}
+        self._stack_of = {part: name for name, parts in stacked.items() for part in parts}
         self.experts = [part.removesuffix(".weight") for part in self._stack_of if part in matrices]
         self._in_files = {name: parts[0] for name, parts in self.parts.items()}
         self._in_model = {parts[0]: name for name, parts in self.parts.items() if len(parts) == 1}
@@ -68,8 +66,7 @@ class ExpertFiles:
         if packed:
             names = [name for name in self.experts if name not in packed]
         elif not names:
-            modules = (re.sub(r"\.\d+\.[^.]*$", "", name) for name in self.experts)
-            names = list(dict.fromkeys(modules))
+            names = list(dict.fromkeys(re.sub(r"\.\d+\.[^.]*$", "", name) for name in self.experts))
         owners = {f"{name}.weight": module for name, module in self._model.named_modules()}
         weights = [name for name, p in self._model.named_parameters() if name in owners and p.ndim == 2]
         others = [name for name in weights if not isinstance(owners[name], nn.Linear | nn.Embedding)]
@@ -206,11 +203,11 @@ class AdaptedReader(ShardReader):
 
 
 _SIZES = {
-    "vocab_size": "vocab_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "n_embd": "hidden_size",
+    "vocab_size": "vocabulary",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_positions": "context",
+    "n_embd": "width",
 }
 # Settings of GPT-2 for which OPT has one value only: transformers' default.
 _FIXED = {
@@ -254,19 +251,13 @@ def config_as_opt(config: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
                 f"{where}: {key} is {found!r}. A GPT-2 is run and packed here as OPT, which has {value!r} only: such a "
                 "model is not supported"
             )
-    return {theirs: config[ours] for ours, theirs in _SIZES.items()} | {
-        "architectures": [ARCHITECTURE],
-        "model_type": "opt",
-        "word_embed_proj_dim": config["n_embd"],
-        "ffn_dim": config.get("n_inner") or 4 * config["n_embd"],
+    sizes = {ours: config[theirs] for theirs, ours in _SIZES.items()}
+    opt = GPT2Config(**sizes, tied=config.get("tie_word_embeddings", True)).to_hf()
+    return opt | {
+        "ffn_dim": config.get("n_inner") or opt["ffn_dim"],
         "activation_function": config.get("activation_function", "gelu_new"),
-        "do_layer_norm_before": True,
-        "enable_bias": True,
-        "layer_norm_elementwise_affine": True,
-        "tie_word_embeddings": config.get("tie_word_embeddings", True),
         "dropout": config.get("resid_pdrop", 0.1),
         "attention_dropout": config.get("attn_pdrop", 0.1),
-        "layerdrop": 0.0,
         "init_std": config.get("initializer_range", 0.02),
         "bos_token_id": config.get("bos_token_id", _END_OF_TEXT),
         "eos_token_id": config.get("eos_token_id", _END_OF_TEXT),

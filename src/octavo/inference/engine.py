@@ -329,7 +329,7 @@ class Engine:
             self.parts = parts
             self.hooked = any(watched(module) for module in self.model.modules())
             for session in self.sessions:
-                session.forget_graphs(captures=not self.hooked)
+                session.passes, session.pool, session.captures = {}, None, not self.hooked
 
 
 def parts_of(model: nn.Module) -> list[Any]:

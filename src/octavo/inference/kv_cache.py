@@ -229,16 +229,13 @@ class LayerKVCache:
 
         The result is NaN if replays of a CUDA graph moved the device's count of tokens away from the host's.
         """
-        end = self.count.host
+        end, fp8 = self.count.host, self.runs_fp8(q, first)
         k, v = self.keys[:, :, :end], self.values[:, :, :end]
-        if self.one_scale and self.runs_fp8(q, first):
+        if self.one_scale and fp8:
             scales = self.k_scale[:1], torch.where(self.length == end, self.v_scale[:1], torch.nan)  # type: ignore[index]
             return fp8_prompt_attention(q, k, v, scales, scale=scale)
         k, v = widened(k, self.k_scale, q.dtype), widened(v, self.v_scale, q.dtype)
-        if self.runs_fp8(q, first):
-            y = fp8_prompt_attention(q, k, v, scale=scale)
-        else:
-            y = prompt_attention(q, k, v, first=first, scale=scale)
+        y = fp8_prompt_attention(q, k, v, scale=scale) if fp8 else prompt_attention(q, k, v, first=first, scale=scale)
         return y.masked_fill_(self.length != end, torch.nan)
 
     def runs_fp8(self, q: Tensor, first: Tensor | None) -> bool:
@@ -276,9 +273,7 @@ class LayerKVCache:
     def select(self, sequences: Tensor) -> None:
         """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
         for name in ("keys", "values"):
-            data = getattr(self, name)
-            if self.dtype == "fp8":  # indexing takes integers on every device
-                data = data.view(torch.uint8)
+            data = getattr(self, name).view(torch.uint8)  # indexing takes integers on every device
             chosen = data.index_select(0, sequences.to(data.device))
             if chosen.shape == data.shape:
                 data.copy_(chosen)
@@ -292,6 +287,7 @@ class LayerKVCache:
     def _widen_scales(self, k: Tensor, v: Tensor) -> None:
         """Raise the scales to cover the new tokens, and cast the stored tokens again with them."""
         largest = LARGEST[DTYPES[self.dtype]]
+        recorded = torch.compiler.is_compiling() or (k.is_cuda and torch.cuda.is_current_stream_capturing())
         for x, data, scale in ((k, self.keys, self.k_scale), (v, self.values, self.v_scale)):
             assert scale is not None
             amax = torch.linalg.vector_norm(x.detach(), torch.inf, (0, 2, 3), dtype=torch.float32)  # [G]
@@ -299,18 +295,13 @@ class LayerKVCache:
             needed = torch.maximum(scale, amax * self.margin / torch.full_like(amax, largest))
             needed = torch.where(needed.isfinite(), needed, torch.nan)
             if not self.empty:
-                self._recast(data, scale, needed, k.shape[2])
+                if not recorded:  # the host may wait, and knows the number of tokens
+                    if bool((needed == scale).all()):
+                        continue
+                    data = data[:, :, : self.count.host - k.shape[2]]
+                recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
+                data.copy_(recast)
             scale.copy_(needed)
-
-    def _recast(self, data: Tensor, scale: Tensor, needed: Tensor, new: int) -> None:
-        """Cast the stored tokens, all but the last `new`, from `scale` to `needed`."""
-        recorded = torch.compiler.is_compiling() or (data.is_cuda and torch.cuda.is_current_stream_capturing())
-        if not recorded:  # the host may wait, and knows the number of tokens
-            if bool((needed == scale).all()):
-                return
-            data = data[:, :, : self.count.host - new]
-        recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
-        data.copy_(recast)
 
 
 def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tensor:
@@ -544,11 +535,10 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     j = torch.arange(tokens, device=q.device)
     position = j[tokens - new :].unsqueeze(1)
     mask = j <= position  # [T, S]
-    if first is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
+    if first is not None:
+        mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
+    return y if first is None else y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
 
 
 # ---- Attention of long prompts in E4M3 (`octavo.ops.fp8_attention`), where that is faster than PyTorch's in BF16.

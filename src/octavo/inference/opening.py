@@ -435,5 +435,4 @@ def run(model: MetaModel, device: torch.device, kv_cache: str | None) -> None:
     for tokens, room in PROMPTS:
         tokens, room = min(tokens, model.context - 1), min(room, model.context)
         session = Session(make_forward(model.model, room, kv_cache, scales), 1, device, captures=False)
-        logits = session.prefill(pad_prompts([[0] * tokens], device))
-        session.step(logits.argmax(-1))
+        session.step(session.prefill(pad_prompts([[0] * tokens], device)).argmax(-1))

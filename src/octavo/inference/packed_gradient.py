@@ -59,16 +59,12 @@ class PackedProduct(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         data, scale = ctx.saved_tensors
-        w = QTensor(data, scale, ctx.format, ctx.granularity)
-        dx = input_gradient(rows(dy).contiguous(), w, ctx.weight_only)
+        dy, w = rows(dy).contiguous(), QTensor(data, scale, ctx.format, ctx.granularity)
+        if ctx.weight_only or w.format.name != "e4m3" or not (w.granularity.outer or w.granularity.transposes):
+            dx = dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
+        else:
+            if w.granularity == TENSOR:
+                w = QTensor(data, scale.expand(len(data), 1).contiguous(), w.format, ROW)
+            g = quantize_folded(dy, w.scale, None, ROW_X) if w.granularity == ROW else quantize(dy, BLOCK_X)
+            dx = scaled_mm(g, transposed(w), out_dtype=dy.dtype, fast_accumulation=True)  # [T,N] @ [K,N]^T
         return dx.to(ctx.x_dtype).view(ctx.shape), None, None, None, None, None
-
-
-def input_gradient(dy: Tensor, w: QTensor, weight_only: bool) -> Tensor:
-    """dx [T, K] of dy [T, N] and the packed weight w [N, K], in the dtype of dy."""
-    if weight_only or w.format.name != "e4m3" or not (w.granularity.outer or w.granularity.transposes):
-        return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
-    if w.granularity == TENSOR:
-        w = QTensor(w.data, w.scale.expand(len(w.data), 1).contiguous(), w.format, ROW)
-    g = quantize_folded(dy, w.scale, None, ROW_X) if w.granularity == ROW else quantize(dy, BLOCK_X)
-    return scaled_mm(g, transposed(w), out_dtype=dy.dtype, fast_accumulation=True)  # [T,N] @ [K,N]^T

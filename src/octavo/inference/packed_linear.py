@@ -338,12 +338,8 @@ def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
     return [layer._buffers[name] for layer in layers for name in ("weight", "weight_scale", "bias")]
 
 
-# ---- A packed model with its norms and activations fused with quantization, as training fuses them
-# (`octavo.nn.fused`).
-#
-#     norm+linear   n_q = quantize(norm(x + residual));  q, k, v = n_q @ [w_q; w_k; w_v]^T
-#     MLP           n_q as above, or quantize(x);  u = n_q @ [w_gate; w_up]^T;  h_q = quantize(silu(gate) * up)
-#                   y = h_q @ w_down^T
+# ---- A packed model with its norms and activations fused with quantization, as training fuses them: `octavo.nn.fused`
+# has the mathematics.
 #
 # This holds for layers of the schemes `channel`, `int8` and `weight`, in our models and in the decoder layers of
 # transformers that `octavo.architectures` names. All other layers run one by one. Where autograd records, and with

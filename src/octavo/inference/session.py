@@ -105,6 +105,11 @@ class Prompts(NamedTuple):
     ids: Tensor
     padding: tuple[int, ...]
 
+    @property
+    def first(self) -> Tensor:
+        """The first token of each row that is not padding, int32 [B]."""
+        return torch.tensor(self.padding, dtype=torch.int32, device=self.ids.device)
+
 
 def pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0) -> Prompts:
     """The prompts as a batch, padded on the left with a token. A penalty of repetition sees it."""
@@ -136,11 +141,6 @@ def read_prompts(ids: Tensor, mask: Tensor | None, device: torch.device) -> Prom
             f"for input_ids {list(ids.shape)} is not zeros, then ones: tokenize with tokenizer.padding_side = 'left'"
         )
     return Prompts(ids.to(device), tuple(padding.tolist()))
-
-
-def first_tokens(prompts: Prompts) -> Tensor:
-    """The first token of each row that is not padding, int32 [B]."""
-    return torch.tensor(prompts.padding, dtype=torch.int32, device=prompts.ids.device)
 
 
 # ---- Prompts and decoding steps of one batch size: a cache of fixed size and, on a GPU, CUDA graphs.
@@ -183,18 +183,13 @@ class Session:
         with torch.inference_mode(False):
             self.first = torch.zeros(batch, dtype=torch.int32, device=device)
 
-    def forget_graphs(self, captures: bool) -> None:
-        """Drop the graphs; `captures` says whether later passes become some."""
-        self.passes, self.pool = {}, None
-        self.captures = captures
-
     # --- A prompt ----------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Prompts, piece: int | None = None) -> Tensor:
         """Logits [B, V] after the prompts, whose keys and values fill the empty cache. A forward pass takes `piece`
         tokens of a row, or at most `PIECE` tokens; the head takes the last token alone."""
         self.cache.reset(scales=True)
-        self.first.copy_(first_tokens(prompts))
+        self.first.copy_(prompts.first)
         self.cache.first = first = self.first if any(prompts.padding) else None
         if piece is None and (length := self._padded(prompts)):
             logits = self._prefill_padded(prompts.ids, length)

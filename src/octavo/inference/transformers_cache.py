@@ -341,8 +341,7 @@ class OwnCacheSession:
 
     def prefill(self, prompts: Any, piece: int | None = None) -> Tensor:
         """Logits [B, V] after the prompts."""
-        first = torch.tensor(prompts.padding, device=prompts.ids.device)[:, None]
-        self.first, self.cache, self.end = first if any(prompts.padding) else None, None, 0
+        self.first, self.cache, self.end = prompts.first[:, None] if any(prompts.padding) else None, None, 0
         return self._forward(prompts.ids)
 
     def step(self, tokens: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import MaxLengthCriteria
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from octavo.inference.engine import Choose, Engine, Stop
+from octavo.inference.engine import Engine, Stop
 from octavo.inference.kv_cache import UnservedError
 from octavo.inference.sampling import draw
-from octavo.inference.session import first_tokens, read_prompts
+from octavo.inference.session import read_prompts
 from octavo.inference.transformers_cache import CACHE
 from octavo.nn.module_tools import mix_classes
 from octavo.ops import index_of_largest
@@ -106,7 +106,7 @@ def _run(
     _check_covered(model, config, kwargs)
     prompts = read_prompts(ids, kwargs.get("attention_mask"), engine.device)
     if (positions := kwargs.get("position_ids")) is not None:  # which transformers makes from the mask
-        usual = torch.arange(ids.shape[1], device=engine.device) - first_tokens(prompts)[:, None]
+        usual = torch.arange(ids.shape[1], device=engine.device) - prompts.first[:, None]
         if not bool(((positions.to(engine.device) == usual) | (usual < 0)).all()):
             raise UncoveredError("position_ids are given that do not count the tokens")
     if engine.limit < min(engine.context, config.max_length - 1):
@@ -114,14 +114,14 @@ def _run(
     padding, stop = config._pad_token_tensor, None  # texts end at their number of tokens alone
     if not all(isinstance(each, MaxLengthCriteria) for each in criteria):
         stop = Stop(lambda ids: criteria(ids, None), 0 if padding is None else padding)
-    steps = engine.run(
-        prompts,
-        config.max_length - ids.shape[1],
-        _chooser(processors, config.do_sample),
-        stop,
-        watched=streamer is not None,
-        piece=config.prefill_chunk_size,
-    )
+
+    def choose(ids: Tensor, logits: Tensor) -> Tensor:
+        if processors or config.do_sample:
+            logits = processors(ids, logits.to(torch.float32, copy=True))
+        return draw(logits) if config.do_sample else index_of_largest(logits)
+
+    new, watched = config.max_length - ids.shape[1], streamer is not None
+    steps = engine.run(prompts, new, choose, stop, watched=watched, piece=config.prefill_chunk_size)
     text = prompts.ids
     with closing(steps):
         for text, tokens in steps:  # noqa: B007
@@ -149,12 +149,3 @@ def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UncoveredError(reason)
-
-
-def _chooser(processors: Any, draws: bool) -> Choose:
-    def choose(ids: Tensor, logits: Tensor) -> Tensor:
-        if processors or draws:
-            logits = processors(ids, logits.to(torch.float32, copy=True))
-        return draw(logits) if draws else index_of_largest(logits)
-
-    return choose

@@ -184,9 +184,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if path.is_file():
         with reading(path, "a tokenizer that can be opened: take the file from where the model came from"):
             content = parse_object(path.read_bytes(), str(path))
-            if is_bytes(content):
+            model, plain = content["model"], not content.get("added_tokens") and content.get("normalizer") is None
+            if plain and model.get("vocab") == byte_json()["model"]["vocab"] and not model.get("merges"):
                 return ByteTokenizer()
-            characters = "".join(content["model"].get("vocab") or ())
+            characters = "".join(model.get("vocab") or ())
             ours = content == character_json(characters)
             return CharacterTokenizer(characters) if ours else BpeTokenizer.load(folder)
     if (Path(folder) / "tokenizer_config.json").is_file():
@@ -253,13 +254,6 @@ def byte_json() -> dict[str, Any]:
         "merges": [],
     }
     return describe_tokenizer(byte_level, byte_level, model)
-
-
-def is_bytes(content: dict[str, Any]) -> bool:
-    """True if a tokenizer.json gives the same ids as `byte_json`."""
-    model, ours = content["model"], byte_json()["model"]
-    plain = not content.get("added_tokens") and content.get("normalizer") is None
-    return plain and model.get("vocab") == ours["vocab"] and not model.get("merges")
 
 
 def character_json(characters: str) -> dict[str, Any]:

@@ -131,18 +131,14 @@ class Coverage:
 def find_coverage(model: nn.Module, computed: Collection[str], forward: ForwardPass | None = None) -> Coverage:
     """The coverage of `model` if FP8 GEMMs read `computed`: layers, by their `weight`, and parameters, by name."""
     modules, names = dict(model.named_modules(remove_duplicate=False)), set(computed)
-    uses: dict[int, tuple[str, str, Tensor]] = {}
-    embedded = set()
+    uses: defaultdict[int, list[tuple[str, str, Tensor]]] = defaultdict(list)  # of each parameter, by its id
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         is_computed = name in names or (owner in names and leaf == "weight")
         kind = _COMPUTED if is_computed else _kind(modules[owner], name, parameter)
-        if kind == _EMBEDDING:
-            embedded.add(id(parameter))
-        known = uses.get(id(parameter))
-        if known is None or _rank(kind) < _rank(known[1]):
-            uses[id(parameter)] = name, kind, parameter
-    return _sum_up(uses.values(), embedded, forward)
+        uses[id(parameter)].append((name, kind, parameter))
+    embedded = {key for key, found in uses.items() if any(kind == _EMBEDDING for _, kind, _ in found)}
+    return _sum_up([min(found, key=lambda use: _rank(use[1])) for found in uses.values()], embedded, forward)
 
 
 def _sum_up(uses: Collection[tuple[str, str, Tensor]], embedded: set[int], forward: ForwardPass | None) -> Coverage:

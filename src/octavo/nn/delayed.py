@@ -106,8 +106,7 @@ def update_scales(model: nn.Module) -> None:
         return
     found = [history for group in groups.values() for history in group]
     amax = torch.stack([history.pending for history in found])
-    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
-    for mesh in meshes:
+    for mesh in dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")):
         for ranks in mesh.get_all_groups():
             dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
     parts = torch.split(amax, [len(group) for group in groups.values()])

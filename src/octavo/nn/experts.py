@@ -112,9 +112,9 @@ def plain_experts(
 ) -> Tensor:
     """The experts in the dtype of x, by PyTorch's grouped GEMMs, or by the recipe of `call`."""
     slot, row, offsets = rows
-    inner, outer = (None, None) if call is None else (call.observer, call.outer_observer)
-    gate, up = multiply_groups(gather_rows(x, slot, row), w_in, offsets, call, inner).chunk(2, 1)
-    y = scatter_rows(multiply_groups(F.silu(gate) * up, w_out, offsets, call, outer), slot, row)
+    outer = None if call is None else LinearCall(call.recipe, call.dtype, observer=call.outer_observer)
+    gate, up = multiply_groups(gather_rows(x, slot, row), w_in, offsets, call).chunk(2, 1)
+    y = scatter_rows(multiply_groups(F.silu(gate) * up, w_out, offsets, outer), slot, row)
     return (y.float() * weight.float().unsqueeze(2)).sum(1).to(x.dtype)
 
 
@@ -313,7 +313,7 @@ def grouped_linear(layer: Any, x: Tensor, w: Tensor, offsets: Tensor, observer: 
         return x.to(dtype) @ wide(w)[0].to(dtype).t()
     if layer.recipe is None or not layer.recipe.quantized:
         return plain_grouped_linear(x.to(dtype), wide(w), offsets)
-    return multiply_groups(x, w, offsets, grouped_call(layer, x, w, observer=observer), observer)
+    return multiply_groups(x, w, offsets, grouped_call(layer, x, w, observer=observer))
 
 
 def grouped_call(
@@ -342,13 +342,8 @@ def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 # ---- A linear layer for each group of rows, as three grouped GEMMs with one quantization for each tensor.
 #
-# The mathematics is that of `octavo.nn.linear_function`, with a weight for each expert e. Rows M in groups, inputs K,
-# outputs N, and w, its scales and c_max by expert:
-#
-#     y [M,N]   = x_q[M,K]   @ w_q[e,N,K]^T   * s_x[M] * s_w[e,N]
-#     g [M,N]   = dy[M,N] * s_w[e,N] * m[M]   -> g_q, s_g[M]
-#     dx[M,K]   = g_q[M,N]   @ wT_q[e,K,N]^T  * (s_g[M] / m[M])
-#     dw[e,N,K] = h_q[N,M_e] @ xT_q[K,M_e]^T  * (c_max[e] / s_w[e,N])
+# The mathematics is that of `octavo.nn.linear_function`, with w[e,N,K], its scales and c_max by expert e. Rows M are in
+# groups, and dw[e,N,K] adds over the rows M_e of its group.
 #
 # The GPU's GEMM of dw takes groups in positive multiples of 128 rows. Only its two operands need that, and the kernel
 # that transposes them writes the columns of each group to their place, with zeros behind them. So groups of any size
@@ -422,11 +417,11 @@ def weight_gradient(
 # A GEMM without casts runs in the layer's high-precision dtype.
 
 
-def multiply_groups(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None, observer: Observer | None) -> Tensor:
+def multiply_groups(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None) -> Tensor:
     """y [M, N] of x [M, K] and w [E, N, K] by the recipe of `call`; by PyTorch without a call."""
     if call is None:
         return plain_grouped_linear(x, w, offsets)
-    return _GroupedLinear.apply(x, w, offsets, call, observer, *gathered(w))  # type: ignore[no-untyped-call]
+    return _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -434,24 +429,24 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: Call, observer: Observer | None, *given: Tensor | None
+        ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: Call, w_data: Tensor | None, s_w: Tensor | None
     ) -> Tensor:
-        recipe, (w_data, s_w), saved_x = call.recipe, given, None
+        recipe, saved_x = call.recipe, None
         if recipe.y is None:
             y = plain_grouped_linear(x.to(call.dtype), w, offsets)
         else:
             read_x, read_w = (ops.rotate(x), ops.rotate(w)) if "y" in recipe.rotate else (x, w)
             a, b = ops.quantize(read_x, recipe.y.a), quantized(read_w, w_data, s_w, recipe.y.b)
             y = multiply(call, recipe.y, a, b, offsets)  # [M_e,K] @ [N,K]^T
-            observe_group(observer, "x", "x", [read_x], a, recipe.y.a, offsets)
-            observe_matrices(observer, read_w, b, recipe.y.b, offsets)
+            observe_group(call.observer, "x", "x", [read_x], a, recipe.y.a, offsets)
+            observe_matrices(call.observer, read_w, b, recipe.y.b, offsets)
             s_w, saved_x = b.scale, a if recipe.fusable else None
         if recipe.dw is not None and recipe.fusable is None and ctx.needs_input_grad[1]:
             saved_x = by_columns(x, recipe.dw.b, ops.aligned_groups(offsets, len(x)).place, recipe)
         x_data, s_x = (None, None) if saved_x is None else (saved_x.data, saved_x.scale)
         if recipe.dw is None and ctx.needs_input_grad[1]:
             x_data = x.to(call.dtype)
-        ctx.call, ctx.observer, ctx.x_dtype = call, observer, x.dtype
+        ctx.call, ctx.x_dtype = call, x.dtype
         ctx.save_for_backward(x_data, s_x, w, w_data, s_w, offsets)
         return y
 
@@ -465,7 +460,7 @@ class _GroupedLinear(torch.autograd.Function):
         if recipe is not None:
             groups, m, folded = ops.aligned_groups(offsets, len(x_data)), scale_mantissa(s_x), s_w.squeeze(2)
             g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
-            observe_group(ctx.observer, "dy", "dy", [dy], g, recipe.dy, offsets, s_x=s_x, column_scale=folded)
+            observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, s_x=s_x, column_scale=folded)
             scales = ops.fold_scales(s_x, g.scale, s_w, offsets)
             if needs_x:
                 w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)
@@ -474,14 +469,12 @@ class _GroupedLinear(torch.autograd.Function):
                 x_t = ops.transpose(x_data, place=groups.place)
                 dw = weight_gradient(recipe, g, scales, x_t, groups, w.dtype)
         else:
-            dx = _dx(dy, w, w_data, s_w, offsets, call, ctx.observer) if needs_x else None
+            dx = _dx(dy, w, w_data, s_w, offsets, call) if needs_x else None
             dw = _dw(dy, x_data, s_x, offsets, call, w.dtype) if needs_w else None
-        return None if dx is None else dx.to(ctx.x_dtype), dw, *([None] * 5)
+        return None if dx is None else dx.to(ctx.x_dtype), dw, *([None] * 4)
 
 
-def _dx(
-    dy: Tensor, w: Tensor, w_data: Tensor | None, s_w: Tensor, offsets: Tensor, call: Call, observer: Observer | None
-) -> Tensor:
+def _dx(dy: Tensor, w: Tensor, w_data: Tensor | None, s_w: Tensor, offsets: Tensor, call: Call) -> Tensor:
     """dx [M, K] of dy [M, N], in the dtype of the call."""
     recipe, gemm = call.recipe, call.recipe.dx
     if gemm is None:
@@ -489,7 +482,7 @@ def _dx(
     rotated = "dx" in recipe.rotate
     read_dy = ops.rotate(dy) if rotated else dy
     a = ops.quantize(read_dy, gemm.a)
-    observe_group(observer, "dy", "dy", [read_dy], a, gemm.a, offsets)
+    observe_group(call.observer, "dy", "dy", [read_dy], a, gemm.a, offsets)
     if rotated:
         w_t = ops.quantize_matrices(ops.rotate(w.transpose(1, 2), dy), gemm.b)
     elif recipe.quantizes_w_once and recipe.y is not None and "y" not in recipe.rotate:

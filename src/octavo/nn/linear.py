@@ -108,10 +108,9 @@ class RecipeLayer(nn.Module):
     def prepare(self, recipe: Recipe, name: str, device: torch.device) -> None:
         """Set the attributes of a converted layer; each cast with a history gets a `ScaleHistory`, a child module."""
         self.recipe, self.name, self.weight_cache = recipe, name, WeightCache()
-        casts = {"x": recipe.x, "w": recipe.w, "dy": recipe.dy}
         histories = {
             operand: ScaleHistory(cast, cast.history, device)
-            for operand, cast in casts.items()
+            for operand, cast in (("x", recipe.x), ("w", recipe.w), ("dy", recipe.dy))
             if cast is not None and cast.history is not None
         }
         self.histories = ScaleHistories(histories) if histories else None
@@ -351,21 +350,17 @@ class PatchConvolution(RecipeLayer):
                 f"the convolution takes [B, {self.in_channels}, *sizes] with sizes of at least "
                 f"{list(self.kernel_size)}, got {list(x.shape)}: resize or pad the input"
             )
-        batched = x if x.ndim == rank + 2 else x.unsqueeze(0)
-        y = self.compute(self._patches(batched), self.weight.flatten(1), self.bias, None).movedim(-1, 1)
-        return y if x.ndim == rank + 2 else y.squeeze(0)
-
-    def _patches(self, x: Tensor) -> Tensor:
-        """[B, *counts, K] of x [B, C, *sizes]."""
-        rank = len(self.kernel_size)
+        cut = x if x.ndim == rank + 2 else x.unsqueeze(0)  # becomes [B, C, count, size, ...]
         for i, (size, step) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
-            count = (x.shape[2 + 2 * i] - size) // step + 1
-            used = x.narrow(2 + 2 * i, 0, (count - 1) * step + size)
+            count = (cut.shape[2 + 2 * i] - size) // step + 1
+            used = cut.narrow(2 + 2 * i, 0, (count - 1) * step + size)
             if size < step:  # a size of 1
                 used = used[(slice(None),) * (2 + 2 * i) + (slice(None, None, step),)]
-            x = torch.unflatten(used, 2 + 2 * i, (count, size))
+            cut = torch.unflatten(used, 2 + 2 * i, (count, size))
         counts, sizes = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
-        return x.permute(0, *counts, 1, *sizes).flatten(1 + rank)
+        patches = cut.permute(0, *counts, 1, *sizes).flatten(1 + rank)  # [B, *counts, K]
+        y = self.compute(patches, self.weight.flatten(1), self.bias, None).movedim(-1, 1)
+        return y if x.ndim == rank + 2 else y.squeeze(0)
 
 
 OURS: dict[Any, type[RecipeLayer]] = {nn.Linear: Linear, **dict.fromkeys(CONVOLUTIONS, PatchConvolution)}  # by theirs

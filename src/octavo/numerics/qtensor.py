@@ -159,12 +159,11 @@ class Granularity:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scale of a tensor of `shape`: the number of blocks along each dimension."""
-        if self.rows == 1 and self.cols is None:
+        if self.rows is None:  # an empty tensor, or an empty row, still has a scale
+            return (1,) * len(shape)
+        if self.cols is None:
             return *shape[:-1], 1
-        whole = self.cols is None  # an empty row, or an empty tensor, still has a scale
-        sizes = (*shape[:-1], max(shape[-1], 1)) if whole and shape else shape
-        sizes = (1,) * len(shape) if self.rows is None else sizes
-        return tuple(-(-n // b) for n, b in zip(sizes, self.block(shape), strict=True))
+        return tuple(-(-n // b) for n, b in zip(shape, self.block(shape), strict=True))
 
     def amax(self, x: Tensor) -> Tensor:
         """The largest magnitude in each block of `x`, in the scale's shape; NaN for a block that holds NaN."""

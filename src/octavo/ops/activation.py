@@ -214,10 +214,6 @@ def _check_backward(
     check_tensor("h_scale", h_scale, (m, 1), torch.float32)
 
 
-def _quantizes(u: Tensor, kind: str, *rest: Any) -> bool:
-    return quantizes_rows(u, u.shape[1] // WIDTHS[kind], rest[-1].format)
-
-
 def _like(u: Tensor, kind: str, scale: Tensor | None, stored: bool, cast: Cast) -> tuple[Tensor, Tensor]:
     data = u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=cast.fmt.dtype) if stored else u.new_empty(0)
     return data, u.new_empty((u.shape[0], 1), dtype=torch.float32) if scale is None else u.new_empty(0)
@@ -230,7 +226,9 @@ def _like_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, *rest: Any) -> 
     return du, scale, h, dbias
 
 
-_activation_quantize = operation(check=_check, like=_like, runs=_quantizes)(activation_quantize_reference)
+_activation_quantize = operation(
+    check=_check, like=_like, runs=lambda u, kind, *rest: quantizes_rows(u, u.shape[1] // WIDTHS[kind], rest[-1].format)
+)(activation_quantize_reference)
 _activation_backward = operation(
     check=_check_backward,
     like=_like_backward,

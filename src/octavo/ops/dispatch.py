@@ -361,10 +361,9 @@ def grouped_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
 
 
 def _backends(recipe: Recipe, place: Place, *, grouped: bool) -> dict[str, Backend]:
-    gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
     return {
         name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place, grouped=grouped)
-        for name, gemm in gemms.items()
+        for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw))
     }
 
 

@@ -117,7 +117,7 @@ def scaled_mm_reference(operands: Operands) -> Tensor:
     a, b, scale_a, scale_b, by_a, by_b = operands
     scale_a, scale_b = scale_a.float(), scale_b.float()
     with torch.autocast(a.device.type, enabled=False):  # it would run this product in BF16
-        y = _wide(a, scale_a, by_a) @ _wide(b, scale_b, by_b).t()  # [M,K] @ [N,K]^T
+        y = wide_operand(a, scale_a, by_a) @ wide_operand(b, scale_b, by_b).t()  # [M,K] @ [N,K]^T
     if by_a.outer:
         y *= scale_a
     if by_b.outer and not bool((scale_b == 1).all()):  # they are ones if the scale was folded into a
@@ -125,12 +125,16 @@ def scaled_mm_reference(operands: Operands) -> Tensor:
     return y
 
 
-def _wide(data: Tensor, scale: Tensor, by: Granularity) -> Tensor:
+def wide_operand(data: Tensor, scale: Tensor, by: Granularity) -> Tensor:
+    """The numbers of an operand [M, K] as float32, multiplied by scales that vary along K."""
     wide = widen(data)
-    return wide if by.outer else wide.mul_(by.expand(scale, tuple(data.shape)))
+    return wide if by.outer else wide.mul_(by.expand(scale.float(), tuple(data.shape)))
 
 
-def _check(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any) -> None:
+def check_product(
+    operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any
+) -> None:
+    """Raise ValueError unless these are the operands of a product, and tensors that are added to it."""
     a, b = operands.a.shape, operands.b.shape
     if len(a) != 2 or len(b) != 2 or a[1] != b[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a)} and {list(b)}")
@@ -138,7 +142,9 @@ def _check(operands: Operands, bias: Tensor | None, residual: Tensor | None, out
     check_tensor("residual", residual, (a[0], b[0]), out_dtype)
 
 
-def _like(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any) -> Tensor:
+def like_product(
+    operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any
+) -> Tensor:
     return operands.a.new_empty((operands.a.shape[0], operands.b.shape[0]), dtype=out_dtype)
 
 
@@ -160,7 +166,7 @@ def _inlines(operands: Operands, *rest: Any) -> bool:
     return backend not in ("emulated", "none") and bool(by_row)
 
 
-@operation(check=_check, like=_like, inlines=_inlines)
+@operation(check=check_product, like=like_product, inlines=_inlines)
 def _scaled_mm(
     operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, fast: bool, emulate: bool
 ) -> Tensor:

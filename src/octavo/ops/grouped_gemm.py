@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import format_of, widen
+from octavo.numerics.formats import format_of
 from octavo.numerics.qtensor import ROW, SCALE_DTYPES, Granularity, QTensor
 from octavo.ops import library_gemms as cutlass
 from octavo.ops.dispatch import MAX_MEAN_ROWS, STRIP, find_grouped_backend, takes_blocks, takes_cutlass
-from octavo.ops.gemm import operands_of, scaled_mm_reference
+from octavo.ops.gemm import operands_of, scaled_mm_reference, wide_operand
 from octavo.ops.launching import Operands
 from octavo.ops.registration import check_tensor, operation
 
@@ -88,10 +88,7 @@ def grouped_mm_dw_reference(operands: Operands, offsets: Tensor) -> Tensor:
     """float32 dw [E, N, K] from a [N, M] and b [K, M]."""
     a, b, scale_a, scale_b, by, _ = operands
     dw = a.new_zeros((len(offsets), a.shape[0], b.shape[0]), dtype=torch.float32)
-    wide_a, wide_b = widen(a), widen(b)
-    if by != ROW:
-        wide_a *= by.expand(scale_a.float(), tuple(a.shape))
-        wide_b *= by.expand(scale_b.float(), tuple(b.shape))
+    wide_a, wide_b = wide_operand(a, scale_a, by), wide_operand(b, scale_b, by)
     with torch.autocast(a.device.type, enabled=False):  # it would run these products in BF16
         for e, columns in enumerate(rows_of_groups(offsets)):
             dw[e] = wide_a[:, columns] @ wide_b[:, columns].t()  # [N,M_e] @ [K,M_e]^T

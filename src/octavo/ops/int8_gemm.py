@@ -13,8 +13,9 @@ from torch import Tensor
 
 from octavo.numerics.qtensor import ROW, QTensor
 from octavo.ops.dispatch import LOWEST_INT8
-from octavo.ops.launching import has_kernels
-from octavo.ops.registration import FLOATS, check_tensor, operation
+from octavo.ops.gemm import check_product, like_product, operands_of
+from octavo.ops.launching import Operands, has_kernels
+from octavo.ops.registration import operation
 
 LONGEST_K = (2**31 - 1) // 127**2
 
@@ -40,18 +41,13 @@ def int8_mm(
                 f"int8_mm takes matrices in int8 with a scale for each row, got {name} in {q.format.name} with "
                 f"{q.granularity.name} scales, {list(q.shape)}: quantize it by Cast('int8')"
             )
-    return _int8_mm(a.data, a.scale, b.data, b.scale, bias, residual, out_dtype)
+    return _int8_mm(*operands_of(a, b), bias, residual, out_dtype)
 
 
 def int8_mm_reference(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
+    operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
+    a, b, scale_a, scale_b, _, _ = operands
     with torch.autocast(a.device.type, enabled=False):
         sums = a.double() @ b.double().t()  # [M,K] @ [N,K]^T
     y = sums.float() * scale_a * scale_b.t()
@@ -59,31 +55,23 @@ def int8_mm_reference(
     return y if residual is None else y + residual
 
 
-def _check(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *rest: Any) -> None:
-    bias, residual, out_dtype = rest
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
-    if a.shape[1] > LONGEST_K:
-        raise ValueError(f"int8_mm sums in int32, which holds K up to {LONGEST_K:,}, got K = {a.shape[1]:,}")
-    check_tensor("bias", bias, (b.shape[0],), *FLOATS)
-    check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
+def _check(operands: Operands, *rest: Any) -> None:
+    check_product(operands, *rest)
+    if (k := operands.a.shape[1]) > LONGEST_K:
+        raise ValueError(f"int8_mm sums in int32, which holds K up to {LONGEST_K:,}, got K = {k:,}")
 
 
-def _like(a: Tensor, scale_a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=rest[-1])
+def _runs(operands: Operands, *_: Any) -> bool:
+    return has_kernels(operands.a.device, LOWEST_INT8)
 
 
-def _runs(a: Tensor, *_: Any) -> bool:
-    return has_kernels(a.device, LOWEST_INT8)
-
-
-def _inlines(a: Tensor, scale_a: Tensor, b: Tensor, *_: Any) -> bool:
+def _inlines(operands: Operands, *_: Any) -> bool:
     """True if the kernel makes the sums too."""
-    if not _runs(a):
+    if not _runs(operands):
         return False
     from octavo.ops.kernels import int8_gemm as kernel
 
-    return not kernel.uses_cublas(a.shape[0], b.shape[0], a.shape[1])
+    return not kernel.uses_cublas(operands.a.shape[0], operands.b.shape[0], operands.a.shape[1])
 
 
-_int8_mm = operation(check=_check, like=_like, runs=_runs, inlines=_inlines)(int8_mm_reference)
+_int8_mm = operation(check=_check, like=like_product, runs=_runs, inlines=_inlines)(int8_mm_reference)

@@ -65,9 +65,8 @@ def quantize_stack_reference(tensors: list[Tensor], cast: Cast, stored: bool) ->
     if not stored:
         scales = [scale_from_amax(cast.granularity.amax(x.float()), cast.fmt) for x in tensors]
         return None, torch.cat(scales)  # type: ignore[return-value]
-    parts = [quantize_reference(x, cast, None, None, None) for x in tensors]
-    data = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(cast.fmt.dtype)
-    return data, torch.cat([scale for _, scale in parts])
+    data, parts = zip(*(quantize_reference(x, cast, None, None, None) for x in tensors), strict=True)
+    return joined(data), joined(parts)
 
 
 def quantize_scaled_reference(x: Tensor, scale: Tensor, fmt: Format, seed: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.formats import E4M3, widen
+from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import Granularity, QTensor
 from octavo.ops.dispatch import LOWEST_WEIGHT_ONLY, MAX_MEAN_ROWS, find_weight_only_backend
+from octavo.ops.gemm import wide_operand
 from octavo.ops.grouped_gemm import rows_of_groups
 from octavo.ops.launching import has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
@@ -18,12 +19,9 @@ from octavo.ops.registration import FLOATS, check_tensor, operation
 
 def weight_only_reference(x: Tensor, w: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
     """x @ (w * scale)^T as float32 [M, N], from x [M, K] and w [N, K]."""
-    wide, scale = widen(w), scale.float()
-    if not granularity.outer:
-        wide.mul_(granularity.expand(scale, tuple(w.shape)))
     with torch.autocast(x.device.type, enabled=False):  # it would run this product in BF16
-        y = x.float() @ wide.t()  # [M,K] @ [N,K]^T
-    return y * scale.t() if granularity.outer else y
+        y = x.float() @ wide_operand(w, scale, granularity).t()  # [M,K] @ [N,K]^T
+    return y * scale.float().t() if granularity.outer else y
 
 
 def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.ops.kernels.block_scaled_gemm import find_tile
 from octavo.ops.kernels.device_math import add
 from octavo.ops.kernels.gemm import COMBINE_BLOCK_N, choose_split, cut, empty_product, largest_block_k
-from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
+from octavo.ops.launching import Operands, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 MAX_SMALL_M = 64  # up to it, the rows of a tile are those of b
@@ -43,22 +43,27 @@ class Tiling(NamedTuple):
 
 
 def int8_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
+    operands: Operands,
     bias: Tensor | None,
     residual: Tensor | None,
     out_dtype: torch.dtype,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """Same as `int8_mm_reference`, for contiguous tensors. tiling: of our kernel; None chooses."""
+    a, b, scale_a, scale_b, _, _ = operands
     (m, k), n = a.shape, b.shape[0]
     y = allocate(a, (m, n), out_dtype)
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
     if tiling is None and uses_cublas(m, n, k):
-        _scale_sums(a, scale_a, b, scale_b, bias, residual, y)
+        # In parts of rows of equal size: the sums of all rows are never there at once, and torch._int_mm takes no fewer
+        # than 17 rows.
+        parts = cdiv(m, max(MAX_SUMS // n, 256))
+        for i in range(parts):
+            part = slice(m * i // parts, m * (i + 1) // parts)
+            sums = torch._int_mm(a[part], b.t())  # [M,K] @ [K,N]
+            added = None if residual is None else residual[part]
+            _combine(sums[None], scale_a[part], scale_b, bias, added, y[part])
         return y
     block_m, block_n, block_k, stages, warps, split_k = tiling or choose(m, n, k, a.device)
     k_per_split, split_k = cut(k, block_k, split_k)
@@ -76,19 +81,6 @@ def int8_mm(
 def uses_cublas(m: int, n: int, k: int) -> bool:
     """True if cuBLASLt makes the sums: for many rows, of sizes that it takes."""
     return m > MAX_SMALL_M and n % 8 == 0 and k % 16 == 0
-
-
-def _scale_sums(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor
-) -> None:
-    """Fill y [M, N] in parts of rows, so that the int32 sums of all rows are never there at once."""
-    m, n = y.shape
-    parts = cdiv(m, max(MAX_SUMS // n, 256))
-    for i in range(parts):
-        part = slice(m * i // parts, m * (i + 1) // parts)  # of equal size: torch._int_mm takes no fewer than 17 rows
-        sums = torch._int_mm(a[part], b.t())  # [M,K] @ [K,N]
-        added = None if residual is None else residual[part]
-        _combine(sums[None], scale_a[part], scale_b, bias, added, y[part])
 
 
 def _combine(

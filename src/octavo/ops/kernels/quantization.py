@@ -64,14 +64,28 @@ def quantize(
 
 def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
     """Quantize the transpose of x [M, K]: data [K, M]. By row and in groups along M, the pass that quantizes x also
-    transposes it. `place` gives columns their rows."""
+    transposes it: long columns take two launches, of which the first computes the amax of each. `place` gives columns
+    their rows."""
     m, k = len(x if place is None else place), x.shape[1]
     whole = cast.by_row and not cast.relative_floor
     if not whole and (cast.granularity.rows != 1 or cast.granularity.cols is None):
         rows = x if place is None else F.pad(x, (0, 0, 0, 1))[place]
         return quantize(rows.t().contiguous(), cast, None, None, seed)
-    data, scale = allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
-    quantize_groups_transposed(x.contiguous(), data, scale, cast, seed, place)
+    x, data, scale = x.contiguous(), allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
+    bits, group_size = None, cast.granularity.cols or m
+    block_m, warps = power_of_two_above(group_size), TRANSPOSED_WARPS
+    block_k = max(1, TRANSPOSED_BLOCK // block_m)
+    if cast.by_row and m > LONGEST_COLUMN:
+        bits = x.new_zeros(k, dtype=torch.int32)
+        launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
+            x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
+        )
+        group_size, block_m, block_k, warps = 128, 128, 64, 4
+    launcher(_group_transposed_kernel, (cdiv(k, block_k), cdiv(m, group_size)))(
+        x, data, scale, bits, seed, place, m, k, group_size,
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    )  # fmt: skip
     return data, _as_scale(scale)
 
 
@@ -273,30 +287,6 @@ def _block_kernel(
     q = round_to_data(x * inverse(scale)[:, None, None], data_ptr.dtype.element_ty, offs, seed_ptr)
     tl.store(data_ptr + offs, q, mask)
     store_scale(scale_ptr + offs_block, scale, offs_block < num_blocks, E8M0)
-
-
-def quantize_groups_transposed(
-    x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
-) -> None:
-    """Quantize the transpose of a contiguous x [M, K] in groups along M, or by row: data [K, M], scale [K, groups].
-
-    Long columns take two launches: the first computes the amax of each, and the second one tile in a program.
-    """
-    k, m = data.shape
-    bits, group_size = None, cast.granularity.cols or m
-    block_m, warps = power_of_two_above(group_size), TRANSPOSED_WARPS
-    block_k = max(1, TRANSPOSED_BLOCK // block_m)
-    if cast.by_row and m > LONGEST_COLUMN:
-        bits = x.new_zeros(k, dtype=torch.int32)
-        launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
-            x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
-        )
-        group_size, block_m, block_k, warps = 128, 128, 64, 4
-    launcher(_group_transposed_kernel, (cdiv(k, block_k), cdiv(m, group_size)))(
-        x, data, scale, bits, seed, place, m, k, group_size,
-        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
-    )  # fmt: skip
 
 
 @triton.jit
