@@ -1,6 +1,5 @@
 """Fused decoder layers of transformers, against the same model layer by layer and against the unconverted one."""
 
-from collections.abc import Callable
 from functools import partial, wraps
 
 import pytest
@@ -10,7 +9,6 @@ from metrics import sqnr
 from operation_counts import operations
 from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, tokens
 from tiny_models import built
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
@@ -31,7 +29,7 @@ make_decoder = partial(built, gain=0.64, num_key_value_heads=2)
 each = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(tokens(), labels=tokens()).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -66,7 +64,7 @@ def test_fused_is_what_the_layers_are_one_by_one(name):
         assert sqnr(exact_gradients[key], gradient) > EXACT_GRADIENTS_DB, key
 
 
-def turns(call: Callable[[], object]) -> int:
+def turns(call) -> int:
     return operations(call)["octavo::turn_heads"]
 
 
