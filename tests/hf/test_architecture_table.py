@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import SIZES
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
 import octavo
@@ -38,7 +38,7 @@ class ToyForCausalLM(transformers.LlamaForCausalLM):
             module.__class__ = renamed.get(type(module), type(module))
 
 
-def logits(model: nn.Module) -> Tensor:
+def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model.double()(torch.arange(1, 33)[None]).logits
 
@@ -84,5 +84,4 @@ def test_an_architecture_is_one_record(tmp_path, monkeypatch):
     assert describe_architecture("toy", config.to_dict()).parameters == sum(p.numel() for p in made().parameters())
 
     pack(tmp_path / "toy", tmp_path / "packed")
-    served = octavo.load(tmp_path / "packed")
-    assert isinstance(served.get_submodule("model.layers.0"), DecoderLayer)
+    assert isinstance(octavo.load(tmp_path / "packed").get_submodule("model.layers.0"), DecoderLayer)

@@ -2,15 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
 from metrics import distance
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, open_theirs, outputs, same_bytes, write_text
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from octavo.calibration import calibrate
@@ -19,7 +16,7 @@ from octavo.hf.stored_tensors import Conv1DReader, config_as_opt
 from octavo.inference.opening import load_packed
 from octavo.packing import pack, unpack
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "as published": {},
     "untied, another MLP": {"tie_word_embeddings": False, "n_inner": 384, "activation_function": "gelu"},
     "ours": {"activation_function": "gelu"},  # our GPT-2 runs it
@@ -32,7 +29,7 @@ def folders(tmp_path_factory):
     return {name: make_model(root / name, "gpt2", **changed) for name, changed in WAYS.items()}
 
 
-def as_gpt2(opt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_gpt2(opt) -> dict[str, torch.Tensor]:
     """The tensors of a GPT-2 from those of OPT, written down independently of the package."""
     layers, decoder = 2, "model.decoder"
     found = {

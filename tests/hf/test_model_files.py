@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,7 +58,7 @@ def test_a_folder_of_other_tensors_is_refused(tmp_path, name, change, config, me
 
 
 REPOSITORY = "someone/kernels-that-run-code"
-CHOICES: dict[str, Any] = {
+CHOICES = {
     "attn_implementation": REPOSITORY,
     "_attn_implementation": REPOSITORY,
     "experts_implementation": "sonicmoe",
@@ -73,12 +71,12 @@ CHOICES: dict[str, Any] = {
 def folder(made, tmp_path, monkeypatch):
     """folder(name, key, ...): a copy of a model with that choice. Kernels of the hub cannot be fetched here."""
 
-    def copy(name: str, key: str, **how: Any) -> Path:
+    def copy(name: str, key: str, **how):
         path = shutil.copytree(made(name, **how), tmp_path / "model")
         change_settings(path / "config.json", **{key: CHOICES[key]})
         return path
 
-    def fetch(*args: Any, **kwargs: Any) -> None:
+    def fetch(*args, **kwargs) -> None:
         raise AssertionError(f"kernels are fetched: {args}")
 
     for name in ("get_kernel", "load_and_register_attn_kernel"):
@@ -119,7 +117,7 @@ def test_parts_of_a_model_make_no_choice_either(tmp_path):
     assert [part._attn_implementation for part in parts] == [None] * 3
 
 
-COUNTS: list[tuple[str, str, dict[str, Any]]] = [
+COUNTS: list[tuple[str, str, dict]] = [
     ("llama", "num_hidden_layers", {"num_hidden_layers": 10**9}),
     ("qwen2", "max_window_layers", {"num_hidden_layers": 2, "max_window_layers": 10**9}),
     ("mixtral", "num_local_experts", {"num_local_experts": 10**9}),
@@ -159,7 +157,7 @@ def test_a_run_without_tensors_beside_its_config(packed, tmp_path):
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
-def on_meta(name: str, **settings: Any) -> Any:
+def on_meta(name: str, **settings):
     cls = getattr(transformers, name)
     with torch.device("meta"):
         return cls(cls.config_class(**settings))

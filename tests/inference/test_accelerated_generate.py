@@ -2,8 +2,7 @@
 
 import copy
 import pickle
-import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def test_tokens_are_those_of_transformers(name, padding, settings):
     assert fast.octavo_notices == set()
 
 
-def texts(model: Any, rows: int) -> torch.Tensor:
+def texts(model, rows: int) -> torch.Tensor:
     return answers(model, batch(rows=rows), do_sample=False, eos_token_id=None)[:, 11:]
 
 
@@ -148,17 +147,9 @@ def test_threads_take_turns():
     model, fast = pair("llama")
     inputs = [batch(length=n) for n in (9, 10, 12)]
     required = [answers(model, each, do_sample=False) for each in inputs]
-    found: dict[int, Any] = {}
-
-    def work(i: int) -> None:
-        found[i] = fast.generate(**inputs[i], max_new_tokens=24, do_sample=False)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[i], required[i]) for i in range(3))
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda each: fast.generate(**each, max_new_tokens=24, do_sample=False), inputs)
+    assert all(map(torch.equal, found, required))
 
 
 def test_an_error_in_the_middle_leaves_the_engine_usable():
@@ -189,7 +180,7 @@ def test_an_error_in_the_middle_leaves_the_engine_usable():
 def test_what_the_engine_does_not_cover_is_transformers_own(settings, reason, kv_cache):
     model, fast = pair("llama", kv_cache=kv_cache)
 
-    def call(each: Any) -> Any:
+    def call(each):
         found = answers(each, batch(rows=1), do_sample=False, **settings(model))
         return found if isinstance(found, torch.Tensor) else found.sequences
 

@@ -5,8 +5,7 @@ import torch
 from generation_examples import answers, batch, pair, sessions
 from kv_cache_examples import DTYPES, model_of
 from metrics import sqnr
-from model_examples import GQA, lively, tokens
-from tiny_models import Folders
+from model_examples import BOTH, GPT, GQA, lively, tokens
 
 from octavo import load
 from octavo.inference import engine as engine_module
@@ -14,7 +13,6 @@ from octavo.inference.engine import Engine, decode, open_engine
 from octavo.inference.kv_cache import UnservedError
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import KeyShape, Prompts, capacity_for, check_memory, free_bytes, key_shape, pad_prompts
-from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
 
 def greedy(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -90,23 +88,21 @@ def test_another_default_device():
 # ---- The engine with our own models, against the same model without a cache
 
 
-LLAMA = LlamaConfig(vocabulary=53, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16)
-GPT = GPT2Config(vocabulary=53, layers=2, width=24, heads=3, context=16)
-MODELS = pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt2"])
 GREEDY = Sampling(temperature=0)
 CPU = torch.device("cpu")
 
 
-def lively_model(config: LlamaConfig | GPT2Config) -> Llama | GPT2:
+def lively_model(config):
     """Greedy text that does not repeat one token, and gaps that rounding cannot close."""
     return lively(config, 0.3).eval()
 
 
 def prompt(length: int, seed: int = 5) -> list[int]:
+    """Tokens that the vocabularies of all models here have."""
     return torch.randint(53, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def uncached(model: Llama | GPT2, text: list[int], count: int, context: int = 16) -> list[int]:
+def uncached(model, text: list[int], count: int, context: int = 16) -> list[int]:
     """Greedy tokens, each from one forward pass over the text, or over its last half once it exceeds the context."""
     new = []
     for _ in range(count):
@@ -117,8 +113,8 @@ def uncached(model: Llama | GPT2, text: list[int], count: int, context: int = 16
     return new
 
 
-@MODELS
-def test_greedy_tokens_of_each_prompt_are_those_without_a_cache(config: LlamaConfig | GPT2Config) -> None:
+@BOTH
+def test_greedy_tokens_of_each_prompt_are_those_without_a_cache(config) -> None:
     model, prompts = lively_model(config), [prompt(6), prompt(2, 6), prompt(3, 7)]
     found = list(Engine(model, context=16).generate(prompts, 10, GREEDY))
     for row, text in zip(zip(*found, strict=True), prompts, strict=True):
@@ -126,7 +122,7 @@ def test_greedy_tokens_of_each_prompt_are_those_without_a_cache(config: LlamaCon
     assert len({token for row in found for token in row}) > 5
 
 
-@MODELS
+@BOTH
 @pytest.mark.parametrize(("context", "begin"), [(10, 6), (1, 1)])
 def test_a_text_goes_on_past_the_context_from_its_last_half(config, context, begin):
     model = lively_model(config)
@@ -135,7 +131,7 @@ def test_a_text_goes_on_past_the_context_from_its_last_half(config, context, beg
 
 
 def test_only_new_tokens_are_computed() -> None:
-    model = lively_model(LLAMA)
+    model = lively_model(GQA)
     fed: list[int] = []
     model.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].shape[1]))
     list(Engine(model, context=8).generate([prompt(6)], 5, GREEDY))
@@ -143,7 +139,7 @@ def test_only_new_tokens_are_computed() -> None:
 
 
 def test_a_stop_token_ends_the_text_of_its_prompt() -> None:
-    model, prompts = lively_model(LLAMA), [prompt(6), prompt(4, 7)]
+    model, prompts = lively_model(GQA), [prompt(6), prompt(4, 7)]
     texts = [uncached(model, text, 8) for text in prompts]
     stop = next(token for token in texts[0][2:] if token not in texts[1] and token not in texts[0][:2])
     at = texts[0].index(stop)
@@ -155,7 +151,7 @@ def test_a_stop_token_ends_the_text_of_its_prompt() -> None:
 
 
 def test_a_seed_repeats_the_text() -> None:
-    engine, before = Engine(lively_model(LLAMA), context=16), torch.get_rng_state()
+    engine, before = Engine(lively_model(GQA), context=16), torch.get_rng_state()
 
     def drawn(seed: int | None) -> list[list[int | None]]:
         return list(engine.generate([prompt(3), prompt(2)], 8, Sampling(temperature=3.0, seed=seed)))
@@ -166,7 +162,7 @@ def test_a_seed_repeats_the_text() -> None:
 
 
 def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
-    engine = Engine(lively_model(LLAMA), context=16)
+    engine = Engine(lively_model(GQA), context=16)
     batch = pad_prompts([prompt(6)], torch.device("cpu"))
     for _ in range(2):
         found = [token for [token] in engine.generate([prompt(6)], 5, GREEDY)]
@@ -179,11 +175,11 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
 # ---- Prompts: the head reads the last row of each, once; padding on the right changes nothing
 
 
-def served(name: str, made: Folders) -> torch.nn.Module:
+def served(name: str, made) -> torch.nn.Module:
     """A model of ours, of transformers or of a packed folder."""
     if name == "packed":
         return load(made("llama", scheme="channel"))
-    return lively_model({"ours": LLAMA, "gpt2": GPT}[name]) if name in ("ours", "gpt2") else model_of(name)
+    return lively_model({"ours": GQA, "gpt2": GPT}[name]) if name in ("ours", "gpt2") else model_of(name)
 
 
 @pytest.mark.parametrize(("name", "own"), [("ours", 0), ("gpt2", 0), ("llama", 0), ("packed", 0), ("llama", 1)])
@@ -317,12 +313,12 @@ def test_warm_up_where_kernels_can_be_compiled(monkeypatch):
 # ---- The order of the loop: a step is queued before the tokens that it starts from are read
 
 
-LOGITS = torch.eye(5)[:2]  # two sequences, whose most likely tokens are 0 and 1
+def counted(watched=True):
+    """Two sequences, each of which counts on from its last token, modulo 5; the most likely first tokens are 0 and 1.
 
-
-def counted(room, stop=None, watched=True):
-    """Each sequence counts on from its last token, modulo 5. The ids, what was read, and the tokens of each step; a
-    reading is the length of the text, its last tokens, and the number of steps that were queued before."""
+    Returns the ids, what was read, and the tokens of each step; a reading is the length of the text, its last tokens,
+    and the number of steps that were queued before.
+    """
     steps, found = [], []
 
     def choose(so_far, logits):
@@ -333,17 +329,17 @@ def counted(room, stop=None, watched=True):
         steps.append(tokens.tolist())
         return torch.eye(5)[(tokens + 1) % 5]
 
-    for ids, last in decode(torch.tensor([[4], [0]]), room - 1, LOGITS, choose, step, stop, watched):
+    for ids, last in decode(torch.tensor([[4], [0]]), 4, torch.eye(5)[:2], choose, step, None, watched):
         found.append((ids.shape[1], None if last is None else last.tolist(), len(steps)))
     return ids.tolist(), found, steps
 
 
 def test_every_token_but_the_last_starts_a_step_before_it_is_read():
-    ids, found, steps = counted(5)
+    ids, found, steps = counted()
     assert ids == [[4, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert found == [(2, [0, 1], 1), (3, [1, 2], 2), (4, [2, 3], 3), (5, [3, 4], 3)]
     assert steps == [[0, 1], [1, 2], [2, 3]]
-    _, found, _ = counted(5, watched=False)  # nobody reads
+    _, found, _ = counted(watched=False)  # nobody reads
     assert found == [(2, None, 1), (3, None, 2), (4, None, 3), (5, None, 3)]
 
 

@@ -1,7 +1,6 @@
 """The engine on a GPU: a CUDA graph of a step gives what eager steps give, whatever is reused."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from octavo.models import LlamaConfig, build
 pytestmark = pytest.mark.gpu
 
 
-def pair_on_gpu(name: str, **settings: Any) -> tuple[Any, Any]:
+def pair_on_gpu(name: str, **settings) -> tuple:
     model, fast = pair(name, **settings)
     return model.cuda(), fast.cuda()
 
@@ -33,14 +32,14 @@ def moved(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.cuda() for name, t in inputs.items()}
 
 
-def eager(fast: Any) -> Any:
+def eager(fast):
     """The same model, whose engine captures no graph, because a module has a hook."""
     other = copy.deepcopy(fast)
     other.model.norm.register_forward_hook(lambda *_: None)
     return other
 
 
-def session(model: Any) -> Any:
+def session(model):
     return model.octavo_engine.sessions[-1]
 
 
@@ -224,9 +223,6 @@ def test_a_choice_does_not_wait_and_is_that_of_a_cpu(padding):
 # ---- A piece of a prompt into a cache that is not empty: float64, the memory it takes, and a count that replays mov
 
 
-BOUND = 2**-6  # keys, values and probabilities are BF16
-
-
 def store_of(kind: str, sizes: tuple[int, ...], used: int) -> tuple[torch.Tensor, LayerKVCache]:
     """Queries, and a cache that holds `used` tokens."""
     q, *filled = on_gpu(given(kind, *sizes))
@@ -249,7 +245,7 @@ def test_against_float64(kind, shape, padded):
     expected, size = attention64(q.cpu(), *(None if t is None else t.cpu() for t in cached), used, first, 0.1)
     places = None if first is None else torch.tensor(first, dtype=torch.int32, device="cuda")
     actual = store.attend(q, first=places, scale=0.1)
-    assert ((actual.cpu().double() - expected).abs() <= BOUND * size).all()
+    assert ((actual.cpu().double() - expected).abs() <= 2**-6 * size).all()  # keys, values and probabilities are BF16
 
 
 def test_without_padding_no_mask_is_made():

@@ -1,12 +1,9 @@
 """What the package refuses: the call, and what its message must say."""
 
-from typing import Any
-
 import pytest
 import torch
 from generation_examples import answers, batch, pair
 from kv_cache_examples import greedy, model_of, prompts
-from torch import Tensor
 from transformers import DeepseekV3Config, Gemma2Config, Qwen3NextConfig
 
 import octavo
@@ -21,7 +18,7 @@ ONE, NONE = torch.ones(1), Calibration({}, "", {}, {}, 0, 0)
 FULL, IDS = [1, 1, 1, 1], torch.arange(8).view(2, 4)
 
 
-def layer(dtype: str = "fp8", **settings: Any) -> LayerKVCache:
+def layer(dtype: str = "fp8", **settings) -> LayerKVCache:
     return LayerKVCache((2, 3, 10, 16), dtype, **settings)
 
 
@@ -32,11 +29,11 @@ def full_layer() -> None:
     cache.append(k[:, :, :2], k[:, :, :2])
 
 
-def cache_of(config: Any = None, **settings: Any) -> QuantizedKVCache:
+def cache_of(config=None, **settings) -> QuantizedKVCache:
     return QuantizedKVCache(model_of("llama").config if config is None else config, **{"max_tokens": 9} | settings)
 
 
-def run_with_cache(mask: Any = None, row: list[int] | None = None, attention: str = "octavo") -> None:
+def run_with_cache(mask=None, row: list[int] | None = None, attention: str = "octavo") -> None:
     """A prompt into a cache, with a mask of its own, with a `row` in the mask, or with another attention."""
     model, inputs = model_of("llama"), prompts(False)
     cache = QuantizedKVCache.for_model(model, 20)
@@ -53,7 +50,7 @@ def too_long_for_the_cache() -> None:
     greedy(model, prompts(False), QuantizedKVCache.for_model(model, 12))
 
 
-def linear_layers() -> Any:
+def linear_layers():
     config = model_of("qwen2").config
     config.layer_types = ["full_attention", "linear_attention"]
     return config
@@ -63,20 +60,20 @@ def masked(row: list[int]) -> None:
     read_prompts(IDS, torch.tensor([FULL, row]), CPU)
 
 
-def generate(inputs: dict[str, Tensor], **settings: Any) -> None:
+def generate(inputs: dict[str, torch.Tensor], **settings) -> None:
     """Nothing of the model runs before the refusal."""
     _, fast = pair("llama")
     fast.model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
     answers(fast, inputs, **settings)
 
 
-def padded_on_the_right() -> dict[str, Tensor]:
+def padded_on_the_right() -> dict[str, torch.Tensor]:
     inputs = batch()
     inputs["attention_mask"][1, -2:] = 0
     return inputs
 
 
-ROWS: dict[str, tuple[Any, type[Exception], str]] = {
+ROWS = {
     # the cache of a layer
     "full": (full_layer, RuntimeError, "a cache of 10 tokens is full: it holds 10 and got 2 more"),
     "gradients": (lambda: layer().append(torch.ones(2, 3, 1, 16, requires_grad=True), ONE), RuntimeError, "no_grad"),

@@ -210,8 +210,8 @@ def counted(monkeypatch):
     return calls
 
 
-def operands(tokens: int, heads: int = 4, kv_heads: int = 2, dim: int = 128):
-    return (torch.randn(1, n, tokens, dim).bfloat16() for n in (heads, kv_heads, kv_heads))
+def operands(tokens: int):
+    return (torch.randn(1, heads, tokens, 128).bfloat16() for heads in (4, 2, 2))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int8"])

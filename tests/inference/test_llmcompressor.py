@@ -7,7 +7,6 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,15 +24,17 @@ from octavo.packing import convert_layout, unpack
 from octavo.verification import verify
 
 pytest.importorskip("llmcompressor")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the other program
 
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-SCHEMES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
+SCHEMES: dict[str, tuple[dict, str, tuple[int, ...]]] = {
     "FP8": ({"scheme": "FP8"}, "static", (1,)),
     "FP8_DYNAMIC": ({"scheme": "FP8_DYNAMIC"}, "channel", (256, 1)),
     "FP8_BLOCK": ({"scheme": "FP8_BLOCK"}, "block", (2, 1)),
     "INT8": ({"scheme": "INT8"}, "int8", (256, 1)),
     "FP8_KV": ({"scheme": "FP8", "kv_cache_scheme": CACHE}, "static", (1,)),
 }
+IDS = torch.arange(40)[None]
 UP = "model.layers.1.mlp.up_proj"
 Made = Callable[[str], Path]
 
@@ -58,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def compress(source: Path, out: Path, how: dict[str, Any]) -> None:
+def compress(source: Path, out: Path, how: dict) -> None:
     """What its users run: oneshot with a modifier, and save_pretrained."""
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -83,7 +84,6 @@ def widened(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.filterwarnings("ignore")
 def test_its_folders_are_read(made: Made, name: str, tmp_path: Path) -> None:
     folder, (_, scheme, shape) = made(name), SCHEMES[name]
     stored = load_file(folder / "model.safetensors")
@@ -110,11 +110,7 @@ def test_its_folders_are_read(made: Made, name: str, tmp_path: Path) -> None:
     assert torch.equal(octavo.load(tmp_path / "again")(IDS).logits, model(IDS).logits)
 
 
-IDS = torch.arange(40)[None]
-
-
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.filterwarnings("ignore")
 def test_verify_finds_them_right(made: Made, name: str) -> None:
     report = verify(made(name), made("BF16"))
     assert report.ok, [str(finding) for finding in report.findings]
@@ -123,7 +119,6 @@ def test_verify_finds_them_right(made: Made, name: str) -> None:
     assert remarks(report) == []
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_bytes_that_gptq_chose_are_counted(made: Made) -> None:
     """GPTQ rounds an element up or down so that the errors of a row cancel on its inputs."""
     report = verify(made("GPTQ"), made("BF16"))
@@ -132,7 +127,6 @@ def test_bytes_that_gptq_chose_are_counted(made: Made) -> None:
     assert "bytes are not MODEL's weight / scale rounded to nearest" in remark
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_inspect_lists_them(octavo, made: Made) -> None:
     code, out, err = octavo("inspect", made("FP8_KV"), "--json")
     assert code == 0, err

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from verify_examples import change_config, change_tensors
 
 import octavo
-from octavo import convert
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.scheme import SCHEME_OF, SCHEMES
@@ -51,7 +50,7 @@ def test_the_layer_is_the_forward_of_training(recipe, dtype, bias, shape):
     q = quantize(trained[0].weight.detach(), scheme.weight)
     stored = {"0.weight": q.data, "0.weight_scale": scheme.stored_scale(q)}
     model.load_state_dict(stored | ({"0.bias": trained[0].bias.bfloat16()} if bias else {}))
-    convert(trained, recipe)
+    octavo.convert(trained, recipe)
     x = (torch.randn(shape) * 3).to(dtype)
     with torch.no_grad():
         y, want = model(x), trained(x)

@@ -167,12 +167,9 @@ def model(made):
 def pack_block(model, out, reciprocal):
     """In the layout fp8 of Hugging Face, whose scales are called `weight_scale_inv` and multiply all the same."""
     pack(model, out, scheme="block", layout="fp8")
-
-    def change(tensors):
-        tensors.update({name: 1 / t for name, t in tensors.items() if name.endswith("_scale_inv")})
-
     if reciprocal:
-        change_tensors(out, change)
+        scales = [key for key in load_file(out / "model.safetensors") if key.endswith("_scale_inv")]
+        change_tensors(out, lambda tensors: tensors.update({key: 1 / tensors[key] for key in scales}))
     return out
 
 

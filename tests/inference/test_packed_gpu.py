@@ -3,12 +3,11 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from generation_examples import step_graph
-from gpus import ONLY_HOPPER, no_waits, poison
+from gpus import ONLY_HOPPER, capture, no_waits, poison
 from metrics import distance
 from packed_examples import write_run
 from packed_experts import packed_experts, packed_mixtral, routed
@@ -117,14 +116,7 @@ def test_a_step_in_a_cuda_graph(trained: Pair) -> None:
             return model(token, position_ids=position, **{CACHE: cache}, use_cache=True).logits
 
         required = step()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = step()
+        graph, found = capture(step, warm_up=1)
         found.fill_(torch.nan)
         graph.replay()
         assert torch.equal(found, required)
@@ -149,7 +141,7 @@ def test_generate_runs_on_one_graph_of_a_step(trained: Pair) -> None:
 # ---- A packed run's forward pass on a GPU is that of training, bit for bit: the same bytes, scales and GEMMs
 
 
-CONFIGS: dict[str, Any] = {
+CONFIGS = {
     "llama": models.LlamaConfig(256, layers=2, width=256, heads=4, kv_heads=4, mlp_width=512, context=48),
     "gpt2": models.GPT2Config(256, 2, 256, 4, 48),
 }
@@ -206,9 +198,7 @@ def test_a_step_waits_for_nothing_and_becomes_a_graph(scheme):
         expected = [experts(x, index, weight), experts(2 * x, index.flip(0), weight)]
         with no_waits():
             experts(x, index, weight)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = experts(x, index, weight)
+        graph, y = capture(lambda: experts(x, index, weight))
         graph.replay()
         assert torch.equal(y, expected[0])
         x.mul_(2)

@@ -105,10 +105,6 @@ def text(seed: int, count: int = 60) -> str:
     return "".join(random.Random(seed).choices(WORDS, k=count))
 
 
-def byte_level() -> Tokenizer:
-    return BpeTokenizer.train(["octavo folio Grüße 日本語 " * 9], 300)
-
-
 def byte_fallback() -> Tokenizer:
     """As Llama 2 has it: words with a blank before them, which the first loses; other characters are runs of bytes."""
     vocabulary = {"<unk>": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}}
@@ -121,11 +117,13 @@ def byte_fallback() -> Tokenizer:
     return BpeTokenizer(tokenizer)
 
 
-def characters() -> Tokenizer:
-    return CharacterTokenizer("".join(WORDS))
-
-
-EACH = pytest.mark.parametrize("make", [ByteTokenizer, byte_level, byte_fallback, characters], ids=lambda f: f.__name__)
+TOKENIZERS = {
+    "bytes": ByteTokenizer,
+    "byte level": lambda: BpeTokenizer.train(["octavo folio Grüße 日本語 " * 9], 300),
+    "byte fallback": byte_fallback,
+    "characters": lambda: CharacterTokenizer("".join(WORDS)),
+}
+EACH = pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
 
 
 @EACH

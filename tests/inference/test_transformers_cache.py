@@ -4,14 +4,11 @@ transformers' own cache, with transformers' own attention.
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from kv_cache_examples import DTYPES, LARGEST, Emulated, greedy, model_of, prompts
 from operation_counts import operations
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
@@ -22,7 +19,7 @@ from octavo.inference.packed_linear import ServedAttention, serve_attention
 from octavo.inference.transformers_cache import CACHE, QuantizedKVCache, scales_from_calibration
 
 
-def check(name: str, dtype: str, padded: bool, scales: Any = None) -> QuantizedKVCache:
+def check(name: str, dtype: str, padded: bool, scales=None) -> QuantizedKVCache:
     model, inputs = model_of(name), prompts(padded)
     model.set_attn_implementation("sdpa")
     required, exact = greedy(model, inputs, Emulated(model.config, dtype, scales))
@@ -164,8 +161,7 @@ def calibration() -> Calibration:
     for layer in range(11):
         for kind, name in (("key", "k"), ("value", "v"), ("query", "q")):
             site = f"model.layers.{layer}.self_attn.{name}"
-            x = torch.randn(5, 32) * (layer + 1)
-            observed[site] = Observed(kind, Statistics(site).update(x))
+            observed[site] = Observed(kind, Statistics(site).update(torch.randn(5, 32) * (layer + 1)))
     return Calibration(observed, "", {}, {}, 5, 5)
 
 
@@ -198,7 +194,7 @@ ROTATE = "octavo::rotate_append"
 NAMES = ["llama", "mistral", "qwen2", "qwen3"]
 
 
-def both(name: str) -> tuple[Any, Any]:
+def both(name: str) -> tuple:
     """The same BF16 model twice: as transformers runs it, and with its attention served."""
     model = model_of(name).bfloat16()
     served = copy.deepcopy(model)
@@ -206,15 +202,14 @@ def both(name: str) -> tuple[Any, Any]:
     return model, served
 
 
-def run(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
+def run(model, cache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The logits of a prompt in two pieces, of three tokens, and of the whole prompt into the cache, reset."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     found = []
     with torch.no_grad():
         padded = torch.cat((mask, mask.new_ones(len(mask), 3)), 1)
         for begin, end, stored in ((0, 6, 6), (6, 9, 9), (3, 4, 10), (5, 6, 11), (0, 1, 12)):
-            seen = padded[:, :stored]
-            found.append(model(ids[:, begin:end], attention_mask=seen, **{CACHE: cache}).logits)
+            found.append(model(ids[:, begin:end], attention_mask=padded[:, :stored], **{CACHE: cache}).logits)
         cache.reset()
         found.append(model(ids, attention_mask=mask, **{CACHE: cache}).logits)
     return torch.cat(found, 1)
@@ -246,25 +241,25 @@ def test_each_layer_rotates_and_stores_in_one_operation(name):
     assert (seen[ROTATE], seen["octavo::append_kv"]) == (2, 0)
 
 
-def filled(model: Any) -> QuantizedKVCache:
+def filled(model) -> QuantizedKVCache:
     cache = QuantizedKVCache.for_model(model, 25, "bf16")
     with torch.no_grad():
         model(torch.ones(1, 4, dtype=torch.int64), **{CACHE: cache})
     return cache
 
 
-def step(model: Any, cache: Any) -> int:
+def step(model, cache) -> int:
     """How many layers run the one operation in a decoding step."""
     return operations(lambda: model(torch.ones(1, 1, dtype=torch.int64), **{CACHE: cache}))[ROTATE]
 
 
-def hook_norms(model: Any) -> None:
+def hook_norms(model) -> None:
     for layer in model.model.layers:
         layer.self_attn.q_norm.register_forward_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize("change", [lambda model: model.train(), hook_norms], ids=["training", "hooks"])
-def test_the_own_forward_runs_where_the_operation_would_not_do_the_same(change: Callable[[Any], object]):
+def test_the_own_forward_runs_where_the_operation_would_not_do_the_same(change):
     _, model = both("qwen3")
     cache = filled(model)
     with torch.no_grad():

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_models import Folders, make_model
@@ -17,7 +16,7 @@ from octavo.packing import pack
 pytest.importorskip("vllm")
 
 
-def vllm_says(folder: Path, model: Path, found: Path) -> dict[str, Any]:
+def vllm_says(folder: Path, model: Path, found: Path) -> dict:
     """What verify has of vLLM: the fields of a `ReaderResult`."""
     command = ["verify", str(folder), "--against", str(model), "--json", str(found)]
     helper = Path(__file__).parent.parent / "support" / "verify_with_vllm.py"
@@ -56,7 +55,7 @@ def vllm_says(folder: Path, model: Path, found: Path) -> dict[str, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
-def test_it_agrees_with_the_bytes(made: Folders, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
+def test_it_agrees_with_the_bytes(made: Folders, tmp_path: Path, kind: str, how: dict) -> None:
     said = vllm_says(made(kind, **how), made(kind), tmp_path / "found.json")
     assert said["outcome"] == "agrees", said
     assert said["distance"] > 0  # it rounds in BF16, the reference does not
@@ -71,13 +70,13 @@ def test_it_agrees_with_the_bytes(made: Folders, tmp_path: Path, kind: str, how:
         ("llama", {"scheme": "weight"}, "ScaledMM linear layer"),  # its CPU build has no kernel for weights alone
     ],
 )
-def test_what_it_refuses(made: Folders, tmp_path: Path, kind: str, how: dict[str, Any], note: str) -> None:
+def test_what_it_refuses(made: Folders, tmp_path: Path, kind: str, how: dict, note: str) -> None:
     said = vllm_says(made(kind, **how), made(kind), tmp_path / "found.json")
     assert said["outcome"] == "failed"
     assert note in said["note"]
 
 
-def in_vllm(*words: object) -> Any:
+def in_vllm(*words: object):
     """What a function of tests/support/live_vllm.py finds."""
     helper = Path(__file__).parent.parent / "support" / "live_vllm.py"
     ran = subprocess.run([sys.executable, helper, *map(str, words)], capture_output=True, text=True, check=False)

@@ -20,7 +20,6 @@ from octavo.inference.packed_linear import gemm_notes, input_cast
 from octavo.nn import Experts
 from octavo.numerics import ROW, Cast, Granularity, group
 from octavo.ops import Backend, dispatch
-from octavo.ops.dispatch import find_int8_backend
 from octavo.ops.launching import ARCHITECTURES as GPUS
 from octavo.packing import unpack
 from octavo.rates.measured import experts_like, measured_speeds, slower_experts_note, slower_note
@@ -57,9 +56,7 @@ def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(made
 def test_every_scheme_of_fp8_has_this_path(scheme, no_fp8_gemm):
     layer = packed_layer(scheme)
     x = torch.randn(3, layer.in_features)
-    exact = x.double() @ layer.packed_weight().dequantize().double().t()
-    bias = layer.bias
-    exact = exact if bias is None else exact + bias.double()
+    exact = x.double() @ layer.packed_weight().dequantize().double().t() + layer.bias.double()
     assert distance(layer(x), exact) < 1e-6
 
 
@@ -72,7 +69,7 @@ def test_the_choice_by_scheme_and_device(monkeypatch):
         assert (cast, backend.name == "none") == (scheme.inputs, False)
         cast, backend = find_gemm(scheme, ampere)
         assert cast == (scheme.inputs if scheme is INT8 else None)
-        assert backend.name == find_int8_backend(ampere).name if scheme is INT8 else "triton"
+        assert backend.name == dispatch.find_int8_backend(ampere).name if scheme is INT8 else "triton"
     assert find_gemm(TENSORWISE, ada)[1].reason.startswith("row x row")
     assert find_gemm(STATIC, ada)[1].reason.startswith("tensor x tensor")
     monkeypatch.setattr("octavo.checkpoint.scheme.find_weight_only_backend", lambda *_: Backend("triton", ""))
@@ -144,8 +141,7 @@ def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme, monkeypatch):
 
         weight_only = scheme.inputs is None or (capability == (8, 0) and scheme is not INT8)
         found = torch.compile(choose, fullgraph=True, backend="eager")(torch.zeros(2, 32, 64))
-        no_experts = weight_only or scheme is INT8
-        assert found[0, 0, 0].item() == 2 - weight_only - no_experts
+        assert found[0, 0, 0].item() == 2 - weight_only - (weight_only or scheme is INT8)
 
 
 def test_a_note_names_what_was_measured_to_be_slower_on_this_gpu(monkeypatch):

@@ -9,11 +9,6 @@ from octavo.models import GPT2Config, LlamaConfig, build
 
 transformers = pytest.importorskip("transformers")
 
-BERT = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-    "max_position_embeddings": 32,
-}  # fmt: skip
-
 
 @pytest.mark.parametrize(
     "config", [LlamaConfig(50, 2, 32, 2, 1, 64, 16), GPT2Config(50, 2, 32, 2, 16)], ids=["llama", "gpt2"]
@@ -24,7 +19,8 @@ def test_our_models_are_causal(config):
 
 @pytest.mark.parametrize("decoder", [False, True])
 def test_one_class_of_transformers_is_causal_or_not_by_its_settings(decoder):
-    config = transformers.BertConfig(**BERT, is_decoder=decoder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=50, **sizes, is_decoder=decoder)
     assert is_causal(transformers.BertLMHeadModel(config), 50) is decoder
 
 

@@ -16,7 +16,6 @@ SIZES = {
 
 
 def built(**changes: object) -> Mixture:
-    torch.manual_seed(0)
     model = Mixture(MixtureConfig(**(SIZES | changes)))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 else torch.nn.init.uniform_(p, 0.5, 1.5)

@@ -33,7 +33,6 @@ CALLS = {
 
 
 def attention(**options) -> nn.MultiheadAttention:
-    torch.manual_seed(0)
     module = nn.MultiheadAttention(32, 4, **{"batch_first": True} | options)
     for bias in (p for p in module.parameters() if p.ndim == 1):
         nn.init.normal_(bias)  # PyTorch's are zeros
@@ -104,14 +103,8 @@ def test_what_is_left_alone_is_named() -> None:
     class Own(nn.MultiheadAttention):
         pass
 
-    parts = {
-        "own": Own(32, 4),
-        "with_keys": attention(add_bias_kv=True),
-        "skipped": attention(),
-        "inner": attention(),
-        "body": nn.Linear(8, 8),
-    }
-    model = nn.ModuleDict(parts)
+    parts = {"own": Own(32, 4), "with_keys": attention(add_bias_kv=True), "skipped": attention(), "inner": attention()}
+    model = nn.ModuleDict(parts | {"body": nn.Linear(8, 8)})
     report = octavo.convert(model, skip=["skipped", "inner.out_proj"])
     assert report.converted == ["body", "inner.in_proj_weight"]
     x = torch.randn(2, 5, 32)
@@ -162,14 +155,9 @@ def results(model, **inputs):
     return logits.detach(), weight.grad.clone()
 
 
-def make(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name]()
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "transformers", "qwen3"])
 def test_both_passes_run_in_fp8_and_are_near_bf16(name):
-    model = make(name)
+    model = MODELS[name]()
     expected, keys = results(model), list(model.state_dict())
     assert len(use_fp8_attention(model, shortest=16)) == 2
     seen = operations(lambda: results(model))
@@ -179,13 +167,12 @@ def test_both_passes_run_in_fp8_and_are_near_bf16(name):
         assert not torch.equal(one, other)
     assert list(model.state_dict()) == keys
     use_bf16_attention(model)
-    for one, other in zip(expected, results(model), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, expected, results(model)))
 
 
 @pytest.mark.parametrize("name", ["llama", "transformers"])
 def test_convert_turns_it_on_and_restore_off(name):
-    model = make(name)
+    model = MODELS[name]()
     expected = results(model)
     report = octavo.convert(model, "bf16", attention="fp8")
     assert list(report.fused.values()) == ["attention in FP8, of 8,192 tokens and more"] * 2
@@ -206,26 +193,25 @@ PADDED = {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.arange(3), 
     [("llama", {}, {}), ("transformers", {}, {}), ("transformers", PADDED, {"shortest": 16})],
 )
 def test_short_and_padded_texts_stay_in_bf16(name, inputs, options):
-    model = make(name)
+    model = MODELS[name]()
     expected = results(model, **inputs)
     use_fp8_attention(model, **options)
     assert all(map(torch.equal, expected, results(model, **inputs)))
 
 
 def test_the_flow_of_dtypes_counts_as_many_flops_in_fp8():
-    model = make("llama")
+    model = MODELS["llama"]()
     plain = octavo.dtype_flow(model, IDS).flops
     use_fp8_attention(model, shortest=16)
     found = octavo.dtype_flow(model, IDS).flops
-    attention = {"forward": 2 * 4, "backward": 5 * 4}  # products of 4 heads
-    for phase, products in attention.items():
+    for phase, products in (("forward", 2 * 4), ("backward", 5 * 4)):  # of 4 heads
         assert found[phase]["FP8"] == 2 * products * 2 * (2 * 16 * 16 * 16)  # layers, texts
         assert sum(found[phase].values()) == sum(plain[phase].values())
 
 
 def test_a_model_on_the_meta_device_gets_scales_of_zeros():
     with torch.device("meta"):
-        model = make("llama")
+        model = MODELS["llama"]()
     use_fp8_attention(model)
     model.to_empty(device="cpu").bfloat16()
     scales = [m.fp8_gradients.amax for m in model.modules() if hasattr(m, "fp8_gradients")]
@@ -235,7 +221,7 @@ def test_a_model_on_the_meta_device_gets_scales_of_zeros():
 def test_a_gpu_without_it_is_refused(monkeypatch):
     monkeypatch.setattr("octavo.nn.attention_layers.fp8_attention_limit", lambda *_, **_named: "no cuDNN")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: no cuDNN\. Leave attention in BF16"):
-        use_fp8_attention(make("llama"), device="cuda")
+        use_fp8_attention(MODELS["llama"](), device="cuda")
 
 
 # ---- Attention in E4M3 with its gradient: against float64, over passes whose gradients grow, and in compiled code
@@ -256,7 +242,6 @@ def test_the_first_pass(factor, mean, ratio):
 
 def test_a_sink_saturates_once():
     """Every query attends to the first token, whose gradients are hundreds of times larger than others."""
-    torch.manual_seed(1)
     q, k, v, dy = oracle.given(1, 4, 1, 200, 200)
     q[..., 0], k[..., 0] = 8, 0
     k[:, :, 0, 0] = 16
@@ -317,23 +302,19 @@ def after_attention(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name.endswith(("o_proj", "out_proj", "attention.proj"))]
 
 
-def gradients_saved_inputs(name: str, model: nn.Module) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(2, 3, 8, 8, generator=generator) if name == "vision" else torch.arange(32).view(2, 16)
-    y = model(inputs)
-    return list(torch.autograd.grad(getattr(y, "logits", y).square().mean(), list(model.parameters())))
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_layers_after_attention_are_marked_and_compute_the_same_bits(recipe: str, name: str) -> None:
-    model = converted_model(make(name), recipe)
+    model = converted_model(MODELS[name](), recipe)
     assert len(marked(model)) == 2
     assert marked(model) == after_attention(model)
-    found = gradients_saved_inputs(name, model)
-    for layer in after_attention(model):
-        model.get_submodule(layer).input_is_saved = False
-    assert all(map(torch.equal, found, gradients_saved_inputs(name, model)))
+    inputs, found = torch.randn(2, 3, 8, 8) if name == "vision" else IDS, []
+    for saved in (True, False):
+        for layer in after_attention(model):
+            model.get_submodule(layer).input_is_saved = saved
+        y = model(inputs)
+        found.append(gradients(model, getattr(y, "logits", y)))
+    assert all(map(torch.equal, *found))
     octavo.restore(model)
     assert marked(model) == []
 
@@ -341,7 +322,7 @@ def test_layers_after_attention_are_marked_and_compute_the_same_bits(recipe: str
 @pytest.mark.parametrize("name", ["llama", "transformers"])
 @pytest.mark.parametrize("converted_first", [True, False])
 def test_attention_in_fp8_saves_other_bytes(converted_first: bool, name: str) -> None:
-    model = make(name)
+    model = MODELS[name]()
     steps = [lambda: octavo.convert(model, "rowwise"), lambda: use_fp8_attention(model, shortest=16)]
     for step in steps if converted_first else reversed(steps):
         step()
@@ -351,7 +332,7 @@ def test_attention_in_fp8_saves_other_bytes(converted_first: bool, name: str) ->
 
 
 def test_attention_that_is_not_pytorchs_saves_no_output() -> None:
-    model = make("transformers")
+    model = MODELS["transformers"]()
     model.set_attn_implementation("eager")
     octavo.convert(model, "rowwise")
     assert marked(model) == []
@@ -373,9 +354,8 @@ def test_evaluation_without_gradients_runs_in_fp8(make) -> None:
     with_gradients = model(x, src_key_padding_mask=padding).detach()
     with torch.no_grad():
         y = model(x, src_key_padding_mask=padding)
-    not_padding = ~padding
-    torch.testing.assert_close(y[not_padding], with_gradients[not_padding], rtol=1e-5, atol=1e-5)
-    assert (y - in_high_precision)[not_padding].abs().max() > 1e-3
+    torch.testing.assert_close(y[~padding], with_gradients[~padding], rtol=1e-5, atol=1e-5)
+    assert (y - in_high_precision)[~padding].abs().max() > 1e-3
 
 
 def test_a_layer_whose_linear_layers_are_skipped_keeps_the_fast_path() -> None:

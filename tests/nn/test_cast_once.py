@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from linear_examples import QUANTIZED, converted, converted_model
+from fsdp_examples import WIDTH, Block, backward, batch
+from linear_examples import QUANTIZED, K, N, T, converted, converted_model, run
 from operation_counts import saved_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,49 +20,27 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
-from octavo.nn import NormLinear, SwiGLU, linear_function
-from octavo.nn.linear import WeightCache
+from octavo.nn import SwiGLU, linear_function
 from octavo.recipe import GEMMS, Recipe, mxfp8, rowwise, tensorwise
 
 CASTS = {"octavo::quantize", "octavo::quantize_stack", "octavo::quantize_scaled"}
 
 
-class Net(nn.Module):
-    """A plain layer, two that share a norm, and an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(40, 64)
-        self.norm = nn.RMSNorm(64)
-        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.both = NormLinear(self, "norm", "left", "right")
-        self.mlp = SwiGLU(64, 96)
-
-    def forward(self, x: Tensor) -> Tensor:
-        (left, right), x = self.both(self.first(x))
-        y, x = self.mlp(left, self.norm, x)
-        return x + y + right
+def net(recipe: str = "rowwise") -> Block:
+    return converted_model(Block(), recipe)
 
 
-def net(recipe: str = "rowwise") -> Net:
-    return converted_model(Net(), recipe)
-
-
-def batch(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(7, 40, generator=torch.Generator().manual_seed(3)).to(dtype)
-
-
-def is_fresh(model: Net, *skip: str) -> bool:
+def is_fresh(model: Block, *skip: str) -> bool:
     """True if the model's output is that of a new model with the same weights, outside any block."""
-    dtype = model.first.weight.dtype
-    fresh = Net().to(dtype)
+    dtype = model.plain.weight.dtype
+    fresh = Block().to(dtype)
     fresh.load_state_dict({name: t.clone() for name, t in model.state_dict().items()})
-    octavo.convert(fresh, model.first.recipe, skip=skip)
+    octavo.convert(fresh, model.plain.recipe, skip=skip)
     with torch.no_grad():
-        return torch.equal(model(batch(dtype)), fresh(batch(dtype)))
+        return torch.equal(model(batch().to(dtype)), fresh(batch().to(dtype)))
 
 
-def caches(model: nn.Module) -> dict[str, WeightCache]:
+def caches(model: nn.Module):
     """The caches of the modules, by name."""
     owned = {name: getattr(module, "weight_cache", None) for name, module in model.named_modules()}
     return {name: cache for name, cache in owned.items() if cache is not None}
@@ -89,10 +68,6 @@ def casts_of_weights(model: nn.Module, call: Callable[[], object]) -> int:
     return sum(count)
 
 
-def train(model: Net) -> None:
-    model(batch()).square().mean().backward()
-
-
 class ThroughData(torch.optim.Optimizer):
     """An optimizer that writes through `.data`, as many hand-written ones do: the parameter shows no trace of it."""
 
@@ -105,38 +80,38 @@ class ThroughData(torch.optim.Optimizer):
                 p.data.add_(p.grad.sign(), alpha=-0.1)
 
 
-def sgd(model: Net) -> None:
+def sgd(model: Block) -> None:
     torch.optim.SGD(model.parameters(), lr=0.5).step()
 
 
-def through_data(model: Net) -> None:
+def through_data(model: Block) -> None:
     ThroughData(model.parameters()).step()
 
 
-def in_place(model: Net) -> None:
+def in_place(model: Block) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p + torch.randn_like(p))
 
 
-def loaded(model: Net) -> None:
-    model.load_state_dict(Net().state_dict())
+def loaded(model: Block) -> None:
+    model.load_state_dict(Block().state_dict())
 
 
-STACKS = 4  # of `Net` by `rowwise`: first, left + right, gate + up, down
+STACKS = 4  # of `Block` by `rowwise`: left + right, plain, gate + up, down
 
 
 @pytest.mark.parametrize(("recipe", "layers"), [("rowwise", STACKS), ("tensorwise", 6), ("blockwise", 6)])
 def test_weights_are_cast_once_a_step(recipe: str, layers: int) -> None:
     model = net(recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert casts_of_weights(model, lambda: [train(model), train(model)]) == 2 * layers
+    assert casts_of_weights(model, lambda: [backward(model, 0), backward(model, 0)]) == 2 * layers
     with octavo.scales.cast_once(model):
         assert len(cached_modules(model)) == layers
-        assert casts_of_weights(model, lambda: [train(model), train(model), model(batch())]) == 0
+        assert casts_of_weights(model, lambda: [backward(model, 0), backward(model, 0), model(batch())]) == 0
         assert casts_of_weights(model, optimizer.step) == layers
-        assert casts_of_weights(model, lambda: train(model)) == 0
-    assert casts_of_weights(model, lambda: train(model)) == layers
+        assert casts_of_weights(model, lambda: backward(model, 0)) == 0
+    assert casts_of_weights(model, lambda: backward(model, 0)) == layers
 
 
 def test_a_weight_that_scales_by_its_history_is_not_cached() -> None:
@@ -144,7 +119,7 @@ def test_a_weight_that_scales_by_its_history_is_not_cached() -> None:
     with octavo.scales.cast_once(model):
         assert not cached_modules(model)
         for _ in range(2):
-            assert casts_of_weights(model, lambda: train(model)) >= 6
+            assert casts_of_weights(model, lambda: backward(model, 0)) >= 6
             octavo.scales.update_scales(model)
         with torch.no_grad():
             before = model(batch())
@@ -154,9 +129,9 @@ def test_a_weight_that_scales_by_its_history_is_not_cached() -> None:
 
 @pytest.mark.parametrize("skip", ["*down_proj", "*gate_proj", "right"])
 def test_layers_that_are_not_fused_for_a_neighbour_are_cached_one_by_one(skip: str) -> None:
-    model = converted_model(Net(), skip=(skip,))
+    model = converted_model(Block(), skip=(skip,))
     with octavo.scales.cast_once(model):
-        assert casts_of_weights(model, lambda: train(model)) == 0
+        assert casts_of_weights(model, lambda: backward(model, 0)) == 0
         assert is_fresh(model, skip)
 
 
@@ -188,7 +163,7 @@ def test_compiled_code_sees_the_new_bytes() -> None:
 def test_a_weight_that_is_computed_from_others_is_not_cached(compute) -> None:
     """A step changes other parameters, and compiled code would read the bytes from before it."""
     torch.compiler.reset()
-    model = converted_model(nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 64)))
+    model = converted_model(nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, 64)))
     compute(model[0], name="weight")
     compiled = torch.compile(model, backend="aot_eager")
     with octavo.scales.cast_once(model):
@@ -224,11 +199,11 @@ def test_the_block_leaves_nothing_behind() -> None:
     before = registered(model)
     with octavo.scales.cast_once(model):
         assert registered(model) == (before[0] + 1, before[1] + 1)
-        train(model)
+        backward(model, 0)
     assert registered(model) == before
     assert not cached_modules(model)
     with suppress(ValueError), octavo.scales.cast_once(model):
-        model(torch.randn(7, 41))  # of another width
+        model(torch.randn(7, WIDTH + 1))  # of another width
     assert registered(model) == before
     assert not cached_modules(model)
     sgd(model)
@@ -254,28 +229,28 @@ def test_nested_blocks() -> None:
     assert is_fresh(model)
 
 
-def through_data_after_training(model: Net) -> None:
+def through_data_after_training(model: Block) -> None:
     model.zero_grad()
-    train(model)
+    backward(model, 0)
     through_data(model)
 
 
 # ---- Inside the block of `octavo.scales.cast_once` no weight is stale, whichever way it was written
 
 
-def adamw(model: Net) -> None:
+def adamw(model: Block) -> None:
     torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True).step()
 
 
-def some_layers(model: Net) -> list[nn.Linear]:
-    return [model.first, model.left, model.mlp.up_proj, model.mlp.down_proj]
+def some_layers(model: Block) -> list[nn.Linear]:
+    return [model.plain, model.left, model.mlp.up_proj, model.mlp.down_proj]
 
 
 def random_like(layer: nn.Linear) -> nn.Parameter:
     return nn.Parameter(torch.randn_like(layer.weight))
 
 
-ROUTES: dict[str, Callable[[Net], object]] = {
+ROUTES: dict[str, Callable[[Block], object]] = {
     "sgd": sgd,
     "adamw, fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step(),
     "closure": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2).step(
@@ -285,10 +260,10 @@ ROUTES: dict[str, Callable[[Net], object]] = {
     "through data": through_data,
     "reinitialized": lambda model: [layer.reset_parameters() for layer in some_layers(model)],
     "in place": in_place,
-    "a part loaded": lambda model: model.mlp.load_state_dict(SwiGLU(64, 96).state_dict()),
+    "a part loaded": lambda model: model.mlp.load_state_dict(SwiGLU(WIDTH, WIDTH).state_dict()),
     "swapped": lambda model: [torch.utils.swap_tensors(m.weight, random_like(m)) for m in some_layers(model)],
     "loaded": loaded,
-    "loaded and assigned": lambda model: model.load_state_dict(Net().state_dict(), assign=True),
+    "loaded and assigned": lambda model: model.load_state_dict(Block().state_dict(), assign=True),
     "to bfloat16": lambda model: model.to(torch.bfloat16),
     "replaced": lambda model: [setattr(m, "weight", random_like(m)) for m in some_layers(model)],
 }
@@ -302,8 +277,8 @@ def test_a_weight_written_inside_the_block_is_used(recipe: str, route: str) -> N
     model = net(recipe)
     with octavo.scales.cast_once(model):
         for _ in range(2):
-            train(model)
-            before = model(batch(model.first.weight.dtype)).detach()
+            backward(model, 0)
+            before = model(batch().to(model.plain.weight.dtype)).detach()
             ROUTES[route](model)
             model.zero_grad()
             assert is_fresh(model)
@@ -354,18 +329,18 @@ def test_bytes_stay_in_their_memory(fill: str) -> None:
     model = net()
     with octavo.scales.cast_once(model):
         before = {name: (c.q.data.data_ptr(), c.q.scale.data_ptr()) for name, c in caches(model).items() if c.q}
-        bytes_before = model.first.weight_cache.q.data.float()
-        train(model)
+        bytes_before = model.plain.weight_cache.q.data.float()
+        backward(model, 0)
         sgd(model) if fill == "step" else loaded(model)
         after = {name: (c.q.data.data_ptr(), c.q.scale.data_ptr()) for name, c in caches(model).items() if c.q}
         assert after == before
-        assert not torch.equal(model.first.weight_cache.q.data.float(), bytes_before)
+        assert not torch.equal(model.plain.weight_cache.q.data.float(), bytes_before)
 
 
 def test_an_optimizer_of_another_model_may_step_between_forward_and_backward() -> None:
     """As in adversarial training."""
     model, other = net(), nn.Linear(3, 3)
-    train(model)
+    backward(model, 0)
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     other(torch.randn(2, 3)).sum().backward()
@@ -377,7 +352,7 @@ def test_an_optimizer_of_another_model_may_step_between_forward_and_backward() -
         assert torch.equal(p.grad, gradient)
 
 
-def by_hand(model: Net) -> None:
+def by_hand(model: Block) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.sub_(p.grad, alpha=0.5)
@@ -386,7 +361,7 @@ def by_hand(model: Net) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("evaluated", [False, True], ids=["", "evaluated"])
 @pytest.mark.parametrize("step", [sgd, adamw, through_data, by_hand])
-def test_sharded_parameters_are_not_stale(step: Callable[[Net], None], evaluated: bool) -> None:
+def test_sharded_parameters_are_not_stale(step: Callable[[Block], None], evaluated: bool) -> None:
     """After a forward pass without backward FSDP leaves the root's parameters gathered, as plain tensors."""
     model = net()
     fresh = copy.deepcopy(model)
@@ -423,21 +398,16 @@ def test_a_model_is_pickled_inside_the_block_without_its_cache():
 # ---- From the forward to the backward pass a layer saves no bytes of its weight that can be computed again
 
 
-T, K, N = 24, 160, 288
-make = partial(converted, k=K, n=N)
-
-
-def step(linear: octavo.Linear) -> tuple[Tensor, Tensor]:
-    """dx and dw of one step whose input is always the same."""
+def step(linear: octavo.Linear) -> tuple[Tensor, ...]:
+    """y, dx and dw of one step whose input is always the same."""
     torch.manual_seed(1)
-    x, dy = torch.randn(T, K, requires_grad=True), torch.randn(T, N)
-    return torch.autograd.grad(linear(x), [x, linear.weight], dy)
+    return run(linear, torch.randn(T, K), torch.randn(T, N))
 
 
 def saved_of_weight(linear: octavo.Linear, x: Tensor) -> int:
     """Bytes of the saved tensors that are as large as the weight, without the weight itself."""
-    saved = saved_tensors(lambda: linear(x))
-    return sum(t.nbytes for t in saved if t.numel() == N * K and t.data_ptr() != linear.weight.data_ptr())
+    saved, w = saved_tensors(lambda: linear(x)), linear.weight
+    return sum(t.nbytes for t in saved if t.numel() == w.numel() and t.data_ptr() != w.data_ptr())
 
 
 def save_everything(w_q, cached, recipe, *, needs_x):
@@ -446,7 +416,7 @@ def save_everything(w_q, cached, recipe, *, needs_x):
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_no_bytes_of_the_weight_are_saved(recipe: str) -> None:
-    linear = make(recipe)
+    linear = converted(recipe)
     for _ in range(2):  # the second pass of `delayed` scales by its history
         assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == 0
         octavo.scales.update_scales(linear)
@@ -457,14 +427,14 @@ def test_no_bytes_of_the_weight_are_saved(recipe: str) -> None:
 def test_compiled_code_saves_no_rotated_weight(gemms: tuple[str, ...]) -> None:
     """A rotation of the backward pass that did not wait for dy would be moved to the forward pass, and saved."""
     torch._dynamo.reset()
-    linear = make(replace(rowwise(), name="rotated", rotate=gemms))
+    linear = converted(replace(rowwise(), name="rotated", rotate=gemms))
     linear.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == 0
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_gradients_are_those_of_saved_bytes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = make(recipe)
+    linear = converted(recipe)
     for grown in (1.0, 3.0):  # beyond its history the weight of `delayed` saturates
         linear.weight.data *= grown
         cast_again = step(linear)
@@ -477,7 +447,7 @@ def test_gradients_are_those_of_saved_bytes(recipe: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("recipe", [*QUANTIZED, *(rowwise().in_bf16(gemm) for gemm in GEMMS)], ids=str)
 def test_bytes_cached_by_cast_once_are_used(recipe: str | Recipe) -> None:
-    linear = make(recipe)
+    linear = converted(recipe)
     with octavo.scales.cast_once(linear):
         inside = step(linear)
         assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) in (0, N * K)
@@ -489,19 +459,17 @@ def test_bytes_that_were_drawn_stay_those_of_the_forward_pass(preset) -> None:
     plain = preset()
     w = replace(plain.w, rounding="stochastic")
     recipe = replace(plain, name="drawn", y=replace(plain.y, b=w), dx=replace(plain.dx, b=w))
-    linear = make(recipe)
-    assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == N * K
-    x = torch.eye(K, requires_grad=True)
-    dy = torch.eye(N)[:K]
-    torch.manual_seed(5)
+    linear = converted(recipe, k=160, n=288)  # whose scales round dy little
+    assert saved_of_weight(linear, torch.randn(T, 160, requires_grad=True)) == 288 * 160
+    x = torch.eye(160, requires_grad=True)
     y = linear(x)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    torch.testing.assert_close(dx.t()[:, :K], y.detach()[:, :K], rtol=0.02, atol=1e-6)
+    (dx,) = torch.autograd.grad(y, x, torch.eye(288)[:160])
+    torch.testing.assert_close(dx.t(), y.detach()[:, :160], rtol=0.02, atol=1e-6)
 
 
 def test_a_frozen_input_keeps_the_scale_alone() -> None:
     recipe = replace(tensorwise(), name="drawn", dw=mxfp8().dw)
-    assert saved_of_weight(make(recipe), torch.randn(T, K)) == 0
+    assert saved_of_weight(converted(recipe), torch.randn(T, K)) == 0
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed"])

@@ -3,7 +3,6 @@
 import copy
 import io
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,6 @@ from linear_examples import converted_model
 from tiny_models import built
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from transformers import GPT2Config as HFGPT2Config
-from transformers import GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 import octavo
@@ -90,7 +87,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_what_cannot_be_converted_says_so(call: Callable[[], object], message: str) -> None:
+def test_what_cannot_be_converted_says_so(call, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
     assert type(ONE[0]) is nn.Linear
@@ -131,11 +128,8 @@ def test_the_shares_are_those_of_the_flops_of_the_pass(converted_before: bool, e
     if converted_before:
         octavo.convert(model, "tensorwise")
     coverage, total = octavo.convert(model, batch=torch.randn(2, 3, 16, 8)).coverage, sum(FLOPS.values())
-    assert {entry.name: entry.flops for entry in coverage.left} == {
-        "stem.weight": pytest.approx(FLOPS["stem.weight"] / total),
-        "patches.weight": pytest.approx(FLOPS["patches.weight"] / total),
-        "head.weight": pytest.approx(FLOPS["head.weight"] / total),
-    }
+    expected = {name: pytest.approx(FLOPS[name] / total) for name in ("stem.weight", "patches.weight", "head.weight")}
+    assert {entry.name: entry.flops for entry in coverage.left} == expected
     assert coverage.activations == pytest.approx(FLOPS["attention"] / total)
     assert coverage.flops + coverage.activations + sum(e.flops for e in coverage.left) == pytest.approx(1)
     assert f"{100 * coverage.flops:.1f} % of the FLOPs (of the batch)" in str(coverage)
@@ -194,9 +188,7 @@ MODELS = {
     "transformers": lambda: built("llama"),
     "FalconLinear": lambda: built("falcon", num_hidden_layers=1),
     "experts of transformers": lambda: built("mixtral", num_hidden_layers=1),
-    "Conv1D": lambda: GPT2LMHeadModel(
-        HFGPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
-    ).eval(),
+    "Conv1D": lambda: built("gpt2", num_hidden_layers=1).eval(),
     "llama": lambda: build(replace(LLAMA, layers=1, tied=True)),
     "gpt2": lambda: build(GPT2Config(vocabulary=64, layers=1, width=32, heads=2, context=16)),
     "encoder": lambda: nn.Sequential(

@@ -4,7 +4,6 @@ import copy
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 import octavo
 from octavo.evaluation import metrics
 from octavo.nn.conversion_report import find_coverage
-from octavo.numerics.scaling import History
+from octavo.numerics.scaling import RULES, History
 from octavo.ops.dispatch import choose_recipe, gemm_backends, in_formats_of, pick_recipe
 from octavo.ops.launching import ARCHITECTURES
-from octavo.recipe import PRESETS, delayed, fnuz, get_recipe
+from octavo.recipe import GEMMS, PRESETS, delayed, fnuz, get_recipe
 
 
 def share(*parameters: nn.Parameter, of: nn.Module) -> float:
@@ -85,13 +84,9 @@ def test_embeddings_norms_and_vectors_are_totals() -> None:
 
 
 def test_a_shared_parameter_counts_once_and_as_the_work_it_does() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.body, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
-            self.head.weight, self.again = self.embed.weight, self.body
-
-    coverage = octavo.convert(Tied()).coverage
+    parts = {"embed": nn.Embedding(16, 8), "body": nn.Linear(8, 8), "head": nn.Linear(8, 16, bias=False)}
+    parts["head"].weight = parts["embed"].weight
+    coverage = octavo.convert(nn.ModuleDict(parts | {"again": parts["body"]})).coverage
     assert coverage.parameters == 16 * 8 + 8 * 8 + 8
     assert [(entry.name, entry.shape) for entry in coverage.left] == [("head.weight", (16, 8))]
     assert coverage.embeddings == 0
@@ -198,14 +193,10 @@ def test_both_passes_are_as_exact_as_with_the_ocp_formats(preset: str, gradients
 # ---- Recipes as a person may write them to a file: the settings of each operand drawn at random, or chosen
 
 
-GRANULARITIES = ("tensor", "row", "group:32", "group:128", "block:32x32", "block:1x64")
-RULES = ("max", "most_recent", "ema", "percentile")
-
-
-def operand(draw: random.Random) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+def operand(draw: random.Random) -> dict:
+    fields = {
         "format": draw.choice(("e4m3", "e5m2")),
-        "granularity": draw.choice(GRANULARITIES),
+        "granularity": draw.choice(("tensor", "row", "group:32", "group:128", "block:32x32", "block:1x64")),
         "scale": draw.choice(("fp32", "pow2", "e8m0")),
         "rounding": draw.choice(("nearest", "stochastic")),
         "relative_floor": draw.choice((0, 2**-8)),
@@ -216,11 +207,11 @@ def operand(draw: random.Random) -> dict[str, Any]:
     return fields
 
 
-def drawn(draw: random.Random) -> dict[str, Any]:
+def drawn(draw: random.Random) -> dict:
     """A recipe in which each operand has one cast, or another in its second GEMM, and some GEMMs are in BF16."""
     casts = {name: operand(draw) for name in ("x", "w", "dy")}
 
-    def second(name: str) -> dict[str, Any]:
+    def second(name: str) -> dict:
         return casts[name] if draw.random() < 0.7 else operand(draw)
 
     gemms = {
@@ -232,22 +223,16 @@ def drawn(draw: random.Random) -> dict[str, Any]:
     return {"rotate": [name for name in gemms if draw.random() < 0.2]} | gemms
 
 
-def trained(recipe: Path | None) -> list[Tensor]:
+def trained(recipe: Path | None) -> tuple[Tensor, ...]:
     """y, dx and dw of the third step of a layer; without a recipe in float32."""
     torch.manual_seed(0)
     x, dy = torch.randn(48, 128) * torch.rand(48, 1).exp(), torch.randn(48, 256) * 1e-3
     layer = nn.Linear(128, 256)
-    model = nn.Sequential(layer)
     if recipe is not None:
-        octavo.convert(model, recipe)
-    found = []
+        octavo.convert(layer, recipe)
     for _ in range(3):
-        leaf = x.clone().requires_grad_()
-        layer.weight.grad = None
-        y = model(leaf)
-        y.backward(dy)
-        octavo.scales.update_scales(model)
-        found = [y.detach(), leaf.grad, layer.weight.grad]
+        found = run(layer, x, dy)
+        octavo.scales.update_scales(layer)
     return found
 
 
@@ -318,7 +303,6 @@ def test_a_second_recipe_compiles_after_the_first() -> None:
 
 
 RECIPES_PARTLY_BF16 = [name for name in QUANTIZED if name not in ("rowwise_dw_bf16", "rowwise_forward")]
-PRODUCTS = ("y", "dx", "dw")
 
 
 def products(recipe: octavo.Recipe) -> dict[str, torch.Tensor]:
@@ -329,14 +313,14 @@ def products(recipe: octavo.Recipe) -> dict[str, torch.Tensor]:
         found = run(linear, x, dy)
         octavo.scales.update_scales(linear)
     exact = [x @ linear.weight.t(), *exact_gradients(x, linear.weight, dy)[1:]]
-    return dict(zip(PRODUCTS, found, strict=True)) | {"exact": exact}
+    return dict(zip(GEMMS, found, strict=True)) | {"exact": exact}
 
 
 @pytest.mark.parametrize("name", RECIPES_PARTLY_BF16)
-@pytest.mark.parametrize("gemm", PRODUCTS)
+@pytest.mark.parametrize("gemm", GEMMS)
 def test_one_gemm_in_bf16_is_exact_and_the_others_are_those_of_the_recipe(name, gemm):
     whole, partly = products(without_chance(name)), products(without_chance(name).in_bf16(gemm))
-    for product, exact in zip(PRODUCTS, partly["exact"], strict=True):
+    for product, exact in zip(GEMMS, partly["exact"], strict=True):
         if product == gemm:  # in the dtype of the input, float32 here
             assert sqnr(exact, partly[product]) > 100
             assert sqnr(exact, whole[product]) < 40
@@ -347,9 +331,9 @@ def test_one_gemm_in_bf16_is_exact_and_the_others_are_those_of_the_recipe(name, 
 
 
 @pytest.mark.parametrize("name", RECIPES_PARTLY_BF16)
-@pytest.mark.parametrize("gemm", PRODUCTS)
+@pytest.mark.parametrize("gemm", GEMMS)
 def test_one_gemm_in_eight_bits(name, gemm):
-    others = [product for product in PRODUCTS if product != gemm]
+    others = [product for product in GEMMS if product != gemm]
     found, least = products(without_chance(name).in_bf16(*others)), FOUR_BITS_DB if name in FOUR_BITS else 20
-    for product, exact in zip(PRODUCTS, found["exact"], strict=True):
+    for product, exact in zip(GEMMS, found["exact"], strict=True):
         assert sqnr(exact, found[product]) > 100 if product in others else least < sqnr(exact, found[product]) < 40

@@ -12,18 +12,16 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import octavo
-from octavo.nn import Experts, GroupedLinear
+from octavo.nn import Experts, GroupedLinear, Linear
 from octavo.nn.conversion import find_experts, select_experts, to_fp8_experts
-from octavo.nn.linear import Linear
 from octavo.numerics import Cast, group
 from octavo.ops import dispatch as backend
 from octavo.recipe import BLOCK_X, Gemm, Recipe, blockwise, groupwise, mxfp8, rowwise
 
-E, K, HIDDEN, TOKENS, TOP_K = 5, 64, 48, 40, 2
+E, K, N, HIDDEN, TOKENS, TOP_K = 5, 64, 96, 48, 40, 2
 
 
 def experts(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> Experts:
-    torch.manual_seed(0)
     made = Experts(E, K, HIDDEN).to(dtype)
     made.recipe = recipe
     return made
@@ -31,7 +29,6 @@ def experts(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -
 
 def given(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, the experts of each token (nobody chose expert 3), their weights, and the gradient of the output."""
-    torch.manual_seed(1)
     score = torch.rand(TOKENS, E)
     score[:, 3] = -1
     x, dy = (torch.randn(TOKENS, K).to(dtype) for _ in range(2))
@@ -267,9 +264,6 @@ def test_sides_that_no_kernel_takes_and_narrow_ones_are_named(monkeypatch):
 # ---- A grouped linear layer: the bits of a dense layer for each group, in forward and backward
 
 
-N = 96
-
-
 def layer(groups: int, recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> GroupedLinear:
     torch.manual_seed(0)
     made = GroupedLinear(groups, K, N).to(dtype)
@@ -278,7 +272,6 @@ def layer(groups: int, recipe: Recipe | None = None, dtype: torch.dtype = torch.
 
 
 def given_grouped_linear(rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(1)
     sizes = torch.exp2(torch.randint(-6, 7, (rows, 1)))
     x, dy = torch.randn(rows, K) * sizes, torch.randn(rows, N) / sizes
     return x.to(dtype).requires_grad_(), dy.to(dtype)

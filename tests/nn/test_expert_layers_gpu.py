@@ -9,7 +9,6 @@ import torch
 from gpus import ONLY_HOPPER, no_waits, poison
 from grouped_examples import results
 from metrics import sqnr
-from torch import Tensor
 
 import octavo
 from octavo.nn import Experts
@@ -21,7 +20,7 @@ RECIPES = [rowwise(), blockwise(), mxfp8()]
 SHAPES = {"few": (8, 512, 1024, 2, 1000), "small": (128, 256, 128, 8, 700)}  # E, K, F, top_k, T
 
 
-def example(shape: str) -> tuple[Experts, tuple[Tensor, ...]]:
+def example(shape: str) -> tuple[Experts, tuple[torch.Tensor, ...]]:
     e, k, f, top_k, t = SHAPES[shape]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -89,7 +88,7 @@ def test_a_watch_records_them_without_waiting_and_changes_nothing():
     assert (sample.experts["sqnr"] > 15).all()
 
 
-def brief(module: Experts, values: tuple[Tensor, ...]) -> np.ndarray:
+def brief(module: Experts, values: tuple[torch.Tensor, ...]) -> np.ndarray:
     """The records of the operands in a brief sample, which takes no wait for the device."""
     with octavo.watch(module, interval=100) as watch:
         with no_waits() if values[0].is_cuda else nullcontext():

@@ -40,9 +40,8 @@ from octavo.recipe import rowwise
 )
 @oracle.BUILDERS
 def test_outputs_and_gradients_are_the_formulas_of_their_bytes(
-    build, norm: str, size: tuple[int, int, int], bias: bool, with_residual: bool,
-    dtype: torch.dtype, autocast: bool, least: float,
-) -> None:  # fmt: skip
+    build, norm, size, bias, with_residual, dtype, autocast, least
+):
     t, k, f = size
     if autocast:  # so that each norm is tested with and without bias and residual
         bias, with_residual = not bias, not with_residual
@@ -128,8 +127,7 @@ def test_the_gradient_of_a_bias_is_rounded_to_its_own_dtype_alone() -> None:
 
 
 def test_layers_with_and_without_a_bias_side_by_side() -> None:
-    block = oracle.NormThenLinears(oracle.make_norm("rms", 64), 64, (40, 17, 1), (False, True, False))
-    octavo.convert(block)
+    block = converted_model(oracle.NormThenLinears(oracle.make_norm("rms", 64), 64, (40, 17, 1), (False, True, False)))
     x = oracle.tokens(7)
     oracle.check(oracle.exact(block, x, None, torch.float32), oracle.run(block, block, x), oracle.FLOAT32_DB)
 
@@ -221,8 +219,7 @@ def check_unfused(block: oracle.Block) -> None:
 @pytest.mark.parametrize("recipe", [name for name in octavo.recipe.PRESETS if name != "rowwise"])
 @pytest.mark.parametrize("build", [oracle.linears, oracle.swiglu])
 def test_a_recipe_that_is_not_fusable_runs_layer_by_layer(build, recipe: str) -> None:
-    block = converted_model(build(), recipe)
-    check_unfused(block)
+    check_unfused(converted_model(build(), recipe))
 
 
 @pytest.mark.parametrize(
@@ -263,8 +260,7 @@ class OwnNorm(nn.Module):
 )
 def test_a_norm_of_another_kind_runs_by_itself(norm: nn.Module) -> None:
     for block in (oracle.NormThenLinears(norm, 64, (40, 17), (True, True)), oracle.NormThenMLP(norm, SwiGLU(64, 96))):
-        octavo.convert(block)
-        check_unfused(block)
+        check_unfused(converted_model(block))
 
 
 @pytest.mark.parametrize(

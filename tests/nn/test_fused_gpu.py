@@ -5,13 +5,12 @@ byte may differ from the oracle's where the tensor core's sum moved a number of 
 """
 
 import gc
-from collections.abc import Iterator
 
 import fused_oracle as oracle
 import pytest
 import torch
 from adapter_oracle import wrap
-from gpus import NO_CONTEXT, ONLY_HOPPER
+from gpus import NO_CONTEXT, ONLY_HOPPER, capture
 from linear_examples import converted_model
 from metrics import sqnr
 from torch import Tensor, nn
@@ -27,9 +26,9 @@ FEW_TOKENS_DB = 20  # of a few tokens against the unquantized block
 GRAPH_LEAST = 30  # dB, of a replayed graph; 15 with the weights of one step before
 
 
-def on_gpu(build, kind: str = "rms", bias: bool = False) -> oracle.Block:
+def on_gpu(build) -> oracle.Block:
     """Converted, in BF16."""
-    return converted_model(build(kind, K, F, bias).to("cuda", torch.bfloat16))
+    return converted_model(build("rms", K, F, False).to("cuda", torch.bfloat16))
 
 
 def inputs(t: int = T) -> tuple[Tensor, Tensor]:
@@ -125,22 +124,6 @@ def forward_backward(block: oracle.Block, x: Tensor, residual: Tensor, douts: li
     return named | {f"d {name}": g for name, g in zip(names, gradients, strict=True)}
 
 
-def capture(
-    block: oracle.Block, x: Tensor, residual: Tensor, douts: list[Tensor]
-) -> tuple[torch.cuda.CUDAGraph, oracle.Tensors]:
-    """A graph of forward and backward, and what its replays write."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            forward_backward(block, x, residual, douts)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward_backward(block, x, residual, douts)
-    return graph, captured
-
-
 def fresh_run(block: oracle.Block, build, x: Tensor, residual: Tensor) -> oracle.Tensors:
     """`run` of a new block with this one's parameters."""
     other = on_gpu(build)
@@ -163,7 +146,7 @@ def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(build, cached: boo
     douts = oracle.output_gradients(block(x, residual))
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
     with octavo.scales.cast_once(block if cached else nn.Identity()):
-        graph, captured = capture(block, x, residual, douts)
+        graph, captured = capture(lambda: forward_backward(block, x, residual, douts), warm_up=3)
         for _ in range(3):
             random_step(block, optimizer)
             with torch.no_grad():
@@ -179,7 +162,7 @@ def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(build, cached: boo
 
 
 @pytest.fixture
-def no_garbage() -> Iterator[None]:
+def no_garbage():
     gc.collect()
     gc.disable()
     yield

@@ -8,6 +8,8 @@ from gpus import poison
 import octavo
 from octavo.nn.fused_loss import linear_cross_entropy
 
+pytestmark = pytest.mark.gpu
+
 TOKENS, WIDTH, VOCABULARY = 4096, 512, 50_000
 
 
@@ -49,7 +51,6 @@ def errors(found):
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
 
 
-@pytest.mark.gpu
 def test_it_is_as_exact_as_the_plain_loss_in_a_fraction_of_the_memory():
     (whole, most), (found, peak) = measured(plain), measured(chunked)
     for error, limit in zip(errors(found), errors(whole), strict=True):
@@ -60,7 +61,6 @@ def test_it_is_as_exact_as_the_plain_loss_in_a_fraction_of_the_memory():
     assert peak < 2 * logits / 8 + (2 + 4) * weight + 16 * TOKENS * WIDTH
 
 
-@pytest.mark.gpu
 def test_compiled_it_is_the_same():
     (whole, _), (found, _) = measured(chunked), measured(torch.compile(chunked, fullgraph=True))
     for error, limit in zip(errors(found), errors(whole), strict=True):
@@ -77,14 +77,12 @@ def bf16(loss_of, **options):
     return [loss.detach(), x.grad, weight.grad]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [1000, 2048, 4096])
 def test_bf16_weights_get_a_gradient_that_is_as_exact_as_that_of_the_plain_loss(chunk):
     found, whole = (errors(each) for each in (bf16(linear_cross_entropy, chunk=chunk), bf16(plain)))
     assert all(error <= 1.1 * limit + 1e-6 for error, limit in zip(found, whole, strict=True))
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs FP8 GEMMs")
 def test_a_head_in_fp8_is_as_exact_as_a_layer_in_fp8():
     exact = bf16(plain)
@@ -94,7 +92,6 @@ def test_a_head_in_fp8_is_as_exact_as_a_layer_in_fp8():
         assert float((found - expected).float().norm() / expected.float().norm()) < 0.06  # 24 dB
 
 
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])

@@ -191,7 +191,6 @@ def test_no_tensor_has_the_size_of_the_logits():
         model(**inputs).loss.backward()
     embeddings = 2 * model.lm_head.weight.numel()  # their gradients
     assert memory.peak < 4 * (embeddings + 2 * 8 * 4000 + 40 * 2 * TOKENS * SIZES["hidden_size"])
-    assert memory.peak < 4 * (embeddings + 2 * TOKENS * 4000)
 
 
 def test_fp8_layers_and_a_head_in_fp8():

@@ -1,12 +1,11 @@
-"""Inside a block of `high_precision` a model has the bits of one converted to "bf16", and after it its own."""
+"""Layers whose precision changes: for a block of `high_precision`, which has the bits of "bf16", or by promotion."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from inspect import signature
 
 import pytest
 import torch
-from linear_examples import K, N, SelfAttention, T, converted, converted_model, run
+from linear_examples import QUANTIZED, K, N, SelfAttention, T, converted, converted_model, run
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -14,9 +13,11 @@ import octavo
 from octavo.checkpoint.scheme import CHANNEL
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
-from octavo.nn import SwiGLU, high_precision, use_bf16_attention, use_fp8_attention
+from octavo.nn import Experts, SwiGLU, high_precision, use_bf16_attention, use_fp8_attention
+from octavo.nn.selection import e5m2_gradients, promote
+from octavo.recipe import PRESETS
 
-SIZES: dict[str, Any] = {"vocabulary": 64, "layers": 1, "width": 64, "heads": 4, "context": 32}
+SIZES = {"vocabulary": 64, "layers": 1, "width": 64, "heads": 4, "context": 32}
 
 
 def tokens() -> Tensor:
@@ -27,7 +28,7 @@ def image() -> Tensor:
     return torch.randn(2, 24, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+MODELS = {
     "linear layers and fused modules": (lambda: build(LlamaConfig(kv_heads=2, mlp_width=96, **SIZES)), tokens),
     "biases and dropout of 0": (lambda: build(GPT2Config(**SIZES)), tokens),
     "experts": (lambda: build(MixtureConfig(kv_heads=2, mlp_width=96, experts=4, top_k=2, **SIZES)), tokens),
@@ -48,7 +49,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS)
-def test_every_kind_of_layer_computes_in_high_precision_inside(make: Any, inputs: Any) -> None:
+def test_every_kind_of_layer_computes_in_high_precision_inside(make, inputs) -> None:
     plain, x = make(), inputs()
     model = converted_model(copy.deepcopy(plain), "rowwise")
     octavo.convert(plain, "bf16")
@@ -148,3 +149,114 @@ def test_layers_without_a_wide_weight_and_other_objects_are_refused() -> None:
     assert torch.equal(model[0](x), y)
     with pytest.raises(TypeError, match=r"high_precision takes a torch.nn.Module, got 3"), high_precision(3):
         pass
+
+
+# ---- A layer that is promoted computes as one that was converted to the new recipe, and its fused module as its parts
+
+
+WITH_E4M3 = {name: PRESETS[name]("e4m3") for name in QUANTIZED if signature(PRESETS[name]).parameters}
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(T, K), torch.randn(T, N)
+
+
+def same_layers(a: nn.Module, b: nn.Module) -> bool:
+    x, dy = operands()
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(run(a, x, dy), run(b, x, dy), strict=True))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_in_bf16_it_is_the_layer_of_the_recipe_bf16(recipe: str) -> None:
+    layer = converted(recipe, bias=True)
+    plain = converted("bf16", bias=True)
+    plain.load_state_dict(layer.state_dict())
+    run(layer, *operands())
+    promote(layer, "bf16")
+    assert same_layers(layer, plain)
+    assert layer.recipe.name == "bf16"
+
+
+@pytest.mark.parametrize("recipe", WITH_E4M3)
+def test_with_gradients_in_e5m2_it_is_the_layer_of_the_recipe_with_these(recipe: str) -> None:
+    layer, wide = converted(WITH_E4M3[recipe]), converted(PRESETS[recipe]("e5m2"))
+    wide.load_state_dict(layer.state_dict())
+    promote(layer, "e5m2")
+    assert same_layers(layer, wide)
+    assert layer.recipe.name == f"{recipe}_e5m2"
+    assert e5m2_gradients(layer) is None
+    with pytest.raises(ValueError, match=r"cannot move to e5m2: .*_e5m2 has no dy in e4m3.*bf16"):
+        promote(layer, "e5m2")
+
+
+def test_histories_stay_and_that_of_dy_keeps_its_amax() -> None:
+    layer = converted(WITH_E4M3["delayed"])
+    for _ in range(2):
+        run(layer, *operands())
+        octavo.scales.update_scales(layer)
+    before = layer.histories
+    amax = before["dy"].scale.item() * 448
+    promote(layer, "e5m2")
+    assert layer.histories is before
+    assert before["dy"].scale.item() * 57344 == pytest.approx(amax)
+    run(layer, *operands())
+    octavo.scales.update_scales(layer)
+    dy = before["dy"]
+    assert dy.scale.item() * 57344 == pytest.approx(2 * dy.recent.max().item())  # the margin of the preset
+    state = octavo.scales.scale_state(layer)
+    promote(layer, "bf16")
+    assert octavo.scales.scale_state(layer).keys() == state.keys()
+    run(layer, *operands())
+    octavo.scales.update_scales(layer)
+    assert all(torch.equal(octavo.scales.scale_state(layer)[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("to", ["bf16", "e5m2"])
+def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
+    mlp = converted_model(SwiGLU(K, 64))
+    parts = SwiGLU(K, 64)
+    parts.load_state_dict(mlp.state_dict())
+    octavo.convert(parts)
+    parts.up_proj.register_forward_hook(lambda *_: None)  # so that the layers run one by one
+    x = torch.randn(T, K)
+    mlp(x)
+    for module in (mlp, parts):
+        promote(module.get_submodule("up_proj"), to)
+    with octavo.scales.cast_once(mlp):
+        assert torch.equal(mlp(x), parts(x))
+        mlp(x).square().sum().backward()
+    parts(x).square().sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(mlp.parameters(), parts.parameters(), strict=True))
+
+
+def test_compiled_code_of_its_block_is_compiled_again() -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    model = converted_model(nn.Sequential(*(SwiGLU(32, 32) for _ in range(3))))
+    x = torch.randn(16, 32)
+    for mlp in model:
+        mlp.compile(backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        model(x)
+        first = graphs.frame_count
+        promote(model[1].down_proj, "bf16")
+        y = model(x)
+        assert graphs.frame_count == first + 1
+        model(x)
+        assert graphs.frame_count == first + 1
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(y, model(x))
+
+
+def test_experts_in_bf16_are_those_before_the_conversion() -> None:
+    experts, x, weight = Experts(4, 32, 48), torch.randn(20, 32), torch.rand(20, 2)
+    index = torch.rand(20, 4).topk(2).indices
+    expected = experts(x, index, weight)
+    octavo.convert(experts, "rowwise")
+    assert not torch.equal(experts(x, index, weight), expected)
+    with pytest.raises(ValueError, match="cannot move to e5m2"):
+        promote(experts, "e5m2")
+    promote(experts, "bf16")
+    assert torch.equal(experts(x, index, weight), expected)
+    octavo.restore(experts)
+    assert experts.recipe is None

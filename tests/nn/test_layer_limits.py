@@ -2,9 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -49,11 +47,11 @@ INDEX, OFFSETS = torch.zeros(3, 2, dtype=torch.int64), torch.tensor([1, 3], dtyp
 WIDTH = r"takes an input .* got \[3, 8\]"
 
 
-def attend(**options: Any) -> object:
+def attend(**options) -> object:
     return converted(nn.MultiheadAttention(32, 4, batch_first=True))(TEXT, TEXT, TEXT, **options)
 
 
-def grouped(recipe: Any, offsets: Tensor = OFFSETS) -> object:
+def grouped(recipe, offsets: Tensor = OFFSETS) -> object:
     module = GroupedLinear(2, 16, 8)
     module.recipe = recipe
     return module(ROWS, offsets)
@@ -139,7 +137,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_what_the_layers_do_not_take(call: Callable[[], object], words: str) -> None:
+def test_what_the_layers_do_not_take(call, words: str) -> None:
     with pytest.raises((ValueError, TypeError, NotImplementedError, RuntimeError), match=words):
         call()
 

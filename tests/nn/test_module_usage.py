@@ -1,10 +1,8 @@
 """Every converted module as a program uses it: compiled, checkpointed, without rows, under autocast, in inference."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import peft
 import pytest
@@ -12,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from adapter_oracle import wrap
 from fused_oracle import geglu, gelu, linears, swiglu, tokens
-from linear_examples import SelfAttention, converted_model
+from linear_examples import QUANTIZED, K, N, SelfAttention, T, converted, converted_model, exact_gradients
 from metrics import sqnr
+from operation_counts import saved_tensors
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 import octavo
 from octavo.nn import Experts, GroupedLinear
 from octavo.nn.fused import NormSpec, Stack, run_fused
-from octavo.nn.linear_function import LinearCall
+from octavo.nn.linear_function import LinearCall, scale_folded
 from octavo.nn.module_tools import plain_name
 from octavo.nn.observer import Observer
 from octavo.recipe import GEMMS, Recipe, rowwise
@@ -32,21 +32,12 @@ from octavo.recipe import GEMMS, Recipe, rowwise
 Inputs = tuple[Tensor, ...]
 
 
-def routed() -> Inputs:
-    """Tokens, the experts of each, and their weights."""
-    return torch.randn(40, 64), torch.rand(40, 5).topk(2).indices, torch.rand(40, 2)
-
-
-def groups() -> Inputs:
-    return torch.randn(40, 64), torch.tensor([7, 7, 40], dtype=torch.int32)
-
-
 def both() -> Inputs:
     """x and the residual."""
     return tokens(33), tokens(33)
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
+MODULES = {
     "linear": (
         lambda: nn.Sequential(nn.Linear(80, 112), nn.GELU(), nn.Linear(112, 48)),
         lambda: (torch.randn(32, 80),),
@@ -64,8 +55,14 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "geglu": (geglu, both),
     "norm and linear in adapters": (lambda: wrap(linears(), without="layers.1"), both),
     "swiglu in adapters": (lambda: wrap(swiglu()), both),
-    "experts": (lambda: Experts(5, 64, 48), routed),
-    "grouped": (lambda: GroupedLinear(3, 64, 96), groups),
+    "experts": (
+        lambda: Experts(5, 64, 48),
+        lambda: (torch.randn(40, 64), torch.rand(40, 5).topk(2).indices, torch.rand(40, 2)),
+    ),
+    "grouped": (
+        lambda: GroupedLinear(3, 64, 96),
+        lambda: (torch.randn(40, 64), torch.tensor([7, 7, 40], dtype=torch.int32)),
+    ),
 }
 ROTATED = [replace(rowwise(), rotate=gemms) for gemms in (("y",), ("dx",), ("dw",), GEMMS)]
 RECIPES = {
@@ -81,11 +78,10 @@ OF_ONE_SHAPE = ("convolution", "attention", "encoder", "experts", "grouped")
 
 
 def made(name: str, recipe: str | Recipe) -> nn.Module:
-    torch.manual_seed(0)
     return converted_model(MODULES[name][0](), recipe)
 
 
-def results(module: nn.Module, call: Callable[..., Any], inputs: Inputs, *, autocast: bool = False) -> list[Tensor]:
+def results(module: nn.Module, call, inputs: Inputs, *, autocast: bool = False) -> list[Tensor]:
     """The outputs, and the gradients of the inputs and parameters that have one."""
     given = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -141,7 +137,7 @@ def test_compiled_with_two_sizes_of_weights() -> None:
         norm = NormSpec(1e-5, center=False), w[0].detach(), None
         return torch.cat(run_fused(x, x.exp(), norm, Stack([w], [None]), call), 2).transpose(0, 2).contiguous()
 
-    recipe: Any = rowwise().fusable
+    recipe = rowwise().fusable
     observer = Observer(1, torch.device("cpu"))
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for rows, inputs in ((16, 32), (64, 128), (64, 64)):
@@ -174,7 +170,7 @@ def test_no_rows(name: str, recipe: str | Recipe) -> None:
 
 @each
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference_and_training_give_the_same_outputs(name: str, recipe: str | Recipe, mode: Callable[[], Any]) -> None:
+def test_inference_and_training_give_the_same_outputs(name: str, recipe: str | Recipe, mode) -> None:
     model, inputs = made(name, recipe), MODULES[name][1]()
     expected = results(model, model, inputs)
     with mode():
@@ -235,7 +231,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, config)
 
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
+WRAPPERS = {
     "compile": torch.compile,
     "checkpoint": checkpointed,
     "FSDP": partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu")),
@@ -262,14 +258,11 @@ def test_a_wrapped_module_has_the_name_that_it_has_alone(wrapper: str) -> None:
 # ---- The operations that compiled code calls in place of the layers' autograd functions
 
 
-OPERATIONS: Any = torch.ops.octavo
-
-
 def graph_of(module: nn.Module, x: Tensor) -> list[torch.fx.Node]:
     """The calls of functions in the graph that Dynamo makes of `module`."""
     found: list[torch.fx.Node] = []
 
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def backend(graph: torch.fx.GraphModule, _):
         found.extend(node for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
@@ -282,14 +275,13 @@ def graph_of(module: nn.Module, x: Tensor) -> list[torch.fx.Node]:
 def test_a_linear_layer_is_one_operation_to_dynamo(recipe: str) -> None:
     model = converted_model(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False)), recipe)
     nodes = graph_of(model, torch.randn(32, 64))
-    assert [node.target for node in nodes] == [OPERATIONS.linear.default, F.relu, OPERATIONS.linear.default]
+    assert [node.target for node in nodes] == [torch.ops.octavo.linear.default, F.relu, torch.ops.octavo.linear.default]
 
 
 @pytest.mark.parametrize("build", [linears, swiglu, gelu])
-def test_a_fused_module_is_one_operation_to_dynamo(build: Any) -> None:
-    block = converted_model(build())
-    nodes = graph_of(block, tokens(33))
-    assert [node.target for node in nodes if "octavo" in str(node.target)] == [OPERATIONS.fused.default]
+def test_a_fused_module_is_one_operation_to_dynamo(build) -> None:
+    nodes = graph_of(converted_model(build()), tokens(33))
+    assert [node.target for node in nodes if "octavo" in str(node.target)] == [torch.ops.octavo.fused.default]
     assert not [node for node in nodes if "autograd_function" in str(node.target)]
 
 
@@ -298,3 +290,76 @@ def test_a_recipe_of_another_name_gives_the_same_text() -> None:
     renamed = octavo.Recipe("", recipe.y, recipe.dx, recipe.dw)
     assert renamed.text == recipe.text
     assert octavo.Recipe.from_json(renamed.text).fusable == recipe.fusable
+
+
+# ---- The linear layer alone: under autocast, frozen, and built by a call
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_autocast_sets_the_output_dtype_and_nothing_else(recipe: str) -> None:
+    """Inside autocast the float32 arithmetic of the operations must stay float32."""
+    linear = converted(recipe, bias=True)
+    x = torch.randn(T, K, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, linear(x).bfloat16())
+    y.float().sum().backward()
+    assert x.grad.dtype == linear.weight.grad.dtype == linear.bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changed"), [*((name, "weight") for name in octavo.recipe.PRESETS), ("rowwise_dw_bf16", "x")]
+)
+def test_what_changes_before_the_backward_pass_is_refused(recipe: str, changed: str) -> None:
+    """As by `nn.Linear`: the gradients would be those of other numbers."""
+    linear, x = converted(recipe), torch.randn(T, K)
+    loss = linear(x.requires_grad_()).sum()
+    with torch.no_grad():
+        {"weight": linear.weight, "x": x}[changed].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_frozen_parts_are_not_computed_or_saved() -> None:
+    """LoRA-like: a frozen weight gets no gradient, and the layer then keeps neither x nor its bytes."""
+    linear = converted("rowwise")
+    linear.weight.requires_grad_(False)
+    x = torch.randn(T, K, requires_grad=True)
+    assert (T, K) not in [t.shape for t in saved_tensors(lambda: linear(x))]
+    linear(x).sum().backward()
+    assert linear.weight.grad is None
+    trained = converted("rowwise")
+    dy = torch.randn(T, N)
+    (dx,) = torch.autograd.grad(linear(x), x, dy)
+    assert sqnr(exact_gradients(x.detach(), linear.weight, dy)[1], dx) > 27  # dB, of two operands in e4m3
+    trained(x.detach()).sum().backward()  # no dx needed
+    assert trained.weight.grad is not None
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", octavo.recipe.rowwise()])
+def test_a_layer_that_is_built_is_a_layer_that_is_converted(recipe):
+    built = octavo.Linear(64, 48, recipe=recipe)
+    torch.manual_seed(0)
+    model = converted_model(nn.Sequential(nn.Linear(64, 48)), recipe)
+    x = torch.randn(32, 64)
+    y = built(x)
+    assert torch.equal(y, model(x))
+    assert not torch.equal(y, nn.functional.linear(x, built.weight, built.bias))
+    y.sum().backward()
+    assert built.weight.grad is not None
+    assert octavo.restore(built) == [""]
+    assert type(built) is nn.Linear
+
+
+def test_scales_of_one_are_made_once_but_for_a_call_that_is_traced() -> None:
+    """Those made in inference mode serve a backward pass, and a fake tensor serves no other call."""
+    data = torch.zeros(48, 16, dtype=torch.float8_e4m3fn)
+    with FakeTensorMode() as mode:
+        assert isinstance(scale_folded(mode.from_tensor(data)).scale, FakeTensor)
+    with torch.inference_mode():
+        scale = scale_folded(data).scale
+    assert torch.equal(scale, torch.ones(48, 1))
+    assert not scale.is_inference()
+    assert scale_folded(data.clone()).scale is scale
+    assert scale_folded(data[:16]).scale.shape == (16, 1)

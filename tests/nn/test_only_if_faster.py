@@ -23,6 +23,7 @@ from octavo.recipe import PRESETS, get_recipe, rowwise
 
 UNKNOWN = Machine("Fast GPU 9000", "9.9", "13.0", "2.11.0+cu130", "0.1.0")
 H100 = Machine("NVIDIA H100 80GB HBM3", "9.0", "13.0", "2.11.0+cu130", "0.1.0")
+CUDA = torch.device("cuda", 0)
 NATIVE = dict.fromkeys(("y", "dx", "dw"), Backend("cublaslt", "row x row scales"))
 AXES = ((2048, 8192, 32768), (1024, 2048, 16384), (1024, 4096))
 
@@ -138,18 +139,15 @@ def test_on_a_cpu_nothing_is_converted_and_the_report_says_why() -> None:
 
 
 def test_the_batch_gives_the_tokens_of_each_layer(pretend: Callable) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.many, self.few = nn.Linear(2048, 4096, device="meta"), nn.Linear(4096, 2048, device="meta")
-            self.never = nn.Linear(2048, 2048, device="meta")
-
+    class Two(nn.ModuleDict):
         def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-            return self.few(self.many(x)[:, 0]) * scale
+            return self["few"](self["many"](x)[:, 0]) * scale
 
+    with torch.device("meta"):
+        model = Two({"many": nn.Linear(2048, 4096), "few": nn.Linear(4096, 2048), "never": nn.Linear(2048, 2048)})
     pretend(UNKNOWN, lambda m, k, n: {2048: 0.8, 8192: 1.0, 32768: 1.2}[m])
     batch = {"x": torch.empty(2048, 16, 2048, device="meta"), "scale": 0.5}
-    report = octavo.convert(Two(), only_if_faster=True, tokens=8192, batch=batch)
+    report = octavo.convert(model, only_if_faster=True, tokens=8192, batch=batch)
     assert {row.name: row.speedup for row in report.rows} == {
         "many": pytest.approx(1.2),
         "few": pytest.approx(0.8),
@@ -159,12 +157,6 @@ def test_the_batch_gives_the_tokens_of_each_layer(pretend: Callable) -> None:
 
 
 # ---- Where speedups come from: a table measured here, a shipped table, or timing now; and where tables are stored
-
-
-CUDA = torch.device("cuda", 0)
-
-
-# ---- files
 
 
 def test_the_file_has_the_names_of_what_times_depend_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,40 +288,20 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
         lookup.grid_shapes(10**9)
 
 
-class Clock:
-    """Stands for the GPU's: calls take milliseconds of it, and events read it."""
+class Mark(float):
+    """A time in milliseconds, as an event of a GPU."""
 
-    now = 0.0
-
-    def spend(self, ms: float) -> None:
-        self.now += ms
-
-    def mark(self) -> "Event":
-        return Event(self.now)
-
-
-class Event:
-    def __init__(self, at: float) -> None:
-        self.at = at
-
-    def elapsed_time(self, end: "Event") -> float:
-        return end.at - self.at
+    def elapsed_time(self, end: float) -> float:
+        return end - self
 
 
 def test_medians_of_calls_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, order = Clock(), []
-    monkeypatch.setattr(lookup, "_mark", clock.mark)
+    taken: list[float] = []
+    monkeypatch.setattr(lookup, "_mark", lambda: Mark(sum(taken)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def short() -> None:
-        clock.spend(50.0 if len(order) == 6 else 1.0)  # one outlier
-        order.append("short")
-
-    def long() -> None:
-        clock.spend(4.0)
-        order.append("long")
-
+    short, long = (lambda: taken.append(50.0 if len(taken) == 6 else 1.0)), (lambda: taken.append(4.0))  # one outlier
     assert lookup.interleaved_medians([short, long]) == [1.0, 4.0]
+    order = ["long" if ms == 4.0 else "short" for ms in taken]
     assert order[:4] == ["short", "short", "long", "long"]  # how long they take
     assert order[4:] == ["short", "short", "short", "long"] * lookup.TURNS  # three of one are a turn
 

@@ -1,6 +1,5 @@
 """Fused decoder layers of transformers, against the same model layer by layer and against the unconverted one."""
 
-from collections.abc import Callable
 from functools import partial, wraps
 
 import pytest
@@ -10,7 +9,6 @@ from metrics import sqnr
 from operation_counts import operations
 from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, tokens
 from tiny_models import built
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
@@ -31,7 +29,7 @@ make_decoder = partial(built, gain=0.64, num_key_value_heads=2)
 each = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(tokens(), labels=tokens()).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -79,7 +77,7 @@ def test_a_norm_that_feeds_no_quantized_layer_rounds_once_in_training(name):
     norm, x = model.model.norm, torch.randn(2, 5, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     norm.weight.data.uniform_(0.5, 2)
     exact_x, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
-    exact = nn.functional.rms_norm(exact_x, weight.shape, weight, norm.variance_epsilon)
+    exact = torch.nn.functional.rms_norm(exact_x, weight.shape, weight, norm.variance_epsilon)
     y, dy = norm(x), torch.randn(x.shape).bfloat16()
     y.backward(dy)
     exact.backward(dy.double())
@@ -96,7 +94,7 @@ def test_a_norm_that_feeds_no_quantized_layer_rounds_once_in_training(name):
         assert norm(x).dtype == torch.bfloat16
 
 
-def turns(call: Callable[[], object]) -> int:
+def turns(call) -> int:
     return operations(call)["octavo::turn_heads"]
 
 

@@ -9,7 +9,6 @@ from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize as quantize_by_theirs
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from torch import Tensor
 
 import octavo
 from octavo.numerics import Cast, QTensor, group
@@ -20,7 +19,7 @@ from octavo.ops import registration
 INDUCTOR = pytest.param("nvfp4", "inductor", marks=pytest.mark.slow)  # its CPU backend has no E8M0, and no other sizes
 
 
-def codes_of(q: QTensor) -> Tensor:
+def codes_of(q: QTensor) -> torch.Tensor:
     return encode(q.data.float(), E2M1)
 
 
@@ -60,7 +59,7 @@ CODES = """
 """
 
 
-def microxcaling_input() -> Tensor:
+def microxcaling_input() -> torch.Tensor:
     """[5, 32], exact in BF16: a formula in integers over many binades, zeros, and all ties in a block of its own."""
     i = torch.arange(128)
     x = (((i * 37) % 101 - 50) / 32 * torch.exp2((i // 32) * 5.0 - 7)).view(4, 32)
@@ -79,8 +78,7 @@ def test_mxfp4_has_the_bytes_of_microxcaling(dtype):
     assert ["".join(f"{code:x}" for code in row) for row in codes_of(q).tolist()] == CODES.split()
 
 
-def inputs(kind: str) -> Tensor:
-    torch.manual_seed(1)
+def inputs(kind: str) -> torch.Tensor:
     x = torch.randn(48, 96) * torch.exp2(torch.randint(-6, 6, (48, 1)))
     if kind == "ties":  # multiples of 1/4, and an amax of which the divisor is a power of two
         x = (torch.randn(48, 96) * 8).round().clamp(-20, 20) / 4
@@ -116,7 +114,6 @@ def test_nvfp4_has_the_bytes_of_compressed_tensors(kind, dtype):
 def test_compiled_layers_compute_what_eager_ones_do(recipe, backend, monkeypatch):
     """Also where Inductor compiles the references, as it does for a GPU."""
     monkeypatch.setattr(registration, "compiles_alike", lambda given: Cast in map(type, given))
-    torch.manual_seed(2)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
     octavo.convert(model, recipe)
     x = torch.randn(64, 64, requires_grad=True)

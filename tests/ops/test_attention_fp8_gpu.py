@@ -3,7 +3,6 @@
 import attention_fp8_oracle as oracle
 import pytest
 import torch
-from attention_fp8_oracle import both_passes, quantized
 from gpus import no_waits, poison, replayed
 from metrics import sqnr
 
@@ -17,7 +16,7 @@ SHAPES = [(2, 8, 2, 512, 512), (2, 8, 2, 512, 512, 64), (1, 4, 4, 128, 128), (1,
 
 
 def forward(x):
-    q, k, v = map(quantized, x)
+    q, k, v = map(oracle.quantized, x)
     return q, k, v, fp8_attention(q.data, k.data, v.data, q.scale, k.scale, v.scale)
 
 
@@ -30,8 +29,8 @@ def test_both_passes(shape):
     x = oracle.given(*shape, device="cuda")
     expected = oracle.exact(*x)
     poison()
-    actual, _, amax = both_passes(x, poison)
-    on_cpu = both_passes([t.cpu() for t in x])[0] if shape[3] <= 512 else expected
+    actual, _, amax = oracle.both_passes(x, poison)
+    on_cpu = oracle.both_passes([t.cpu() for t in x])[0] if shape[3] <= 512 else expected
     for name, exact, found, ours in zip(("y", "dq", "dk", "dv"), expected, actual, on_cpu, strict=True):
         print(shape, name, f"{sqnr(exact, found):.1f} dB, the reference {sqnr(exact, ours):.1f} dB")
         assert found.shape == exact.shape
@@ -50,7 +49,7 @@ def test_the_forward_pass_takes_any_length(tokens, keys, dim):
 
 def test_the_gradient_refuses_other_lengths():
     with pytest.raises(RuntimeError, match="a multiple of 128 on a GPU, got 200 queries"):
-        both_passes(oracle.given(1, 4, 4, 200, 200, device="cuda"))
+        oracle.both_passes(oracle.given(1, 4, 4, 200, 200, device="cuda"))
 
 
 @pytest.mark.parametrize("keys", [512, 1000, 4096])
@@ -58,7 +57,7 @@ def test_a_piece_of_a_text_sees_the_tokens_before_it(keys):
     """Keys and values are views of a cache with room for more tokens, whose numbers must not be read."""
     torch.manual_seed(1)
     x = oracle.given(1, 8, 2, 400, keys, device="cuda")[:3]
-    q, k, v = map(quantized, x)
+    q, k, v = map(oracle.quantized, x)
     room = [torch.full((1, 2, keys + 77, 128), 448.0, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)]
     for cache, data in zip(room, (k.data, v.data), strict=True):
         cache.view(torch.uint8)[:, :, :keys] = data.view(torch.uint8)

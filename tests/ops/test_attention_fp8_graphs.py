@@ -2,13 +2,11 @@
 
 import ctypes
 from types import SimpleNamespace
-from typing import Any, Self
 
 import attention_fp8_oracle as oracle
 import pytest
 import torch
 from metrics import sqnr
-from torch import Tensor
 
 from octavo.nn.attention_layers import GradientScales, attend_fp8
 from octavo.ops import attention_fp8 as op
@@ -21,30 +19,30 @@ pytestmark = pytest.mark.triton
 class Slot(SimpleNamespace):
     """A tensor of a graph: `dim`, `stride`, `data_type` and `uid`."""
 
-    def __getattr__(self, name: str) -> Any:
-        def assign(value: Any) -> Self:
+    def __getattr__(self, name: str):
+        def assign(value):
             setattr(self, name.removeprefix("set_"), value)
             return self
 
         return assign
 
-    def at(self, pointers: dict[int, int]) -> Tensor:
+    def at(self, pointers: dict[int, int]) -> torch.Tensor:
         last = sum((n - 1) * step for n, step in zip(self.dim, self.stride, strict=True))
         memory = (ctypes.c_uint8 * ((last + 1) * self.data_type.itemsize)).from_address(pointers[self.uid])
         return torch.frombuffer(memory, dtype=torch.uint8).view(self.data_type).as_strided(self.dim, self.stride)
 
 
 class Graph:
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **_) -> None:
         self.tensor = Slot
 
-    def sdpa_fp8(self, **given: Any) -> list[Slot]:
+    def sdpa_fp8(self, **given) -> list[Slot]:
         self.given, self.results = given, [Slot() for _ in range(7 if "dO" in given else 4)]
         return self.results
 
     sdpa_fp8_backward = sdpa_fp8
 
-    def build(self, _: Any) -> None:
+    def build(self, _) -> None:
         assert self.given["right_bound"] == self.given["k"].dim[2] - self.given["q"].dim[2]
 
     def get_workspace_size(self) -> int:
@@ -79,7 +77,7 @@ def use(monkeypatch):
     cudnn.set_stream, cudnn.cudnnGraphNotSupportedError = lambda **_: None, OSError
     local = SimpleNamespace(graphs={})
 
-    def turn_on() -> dict[Any, Any]:
+    def turn_on() -> dict:
         monkeypatch.setattr(op, "_runs_cudnn", lambda q: True)
         monkeypatch.setattr(kernel, "_handle", lambda device: (cudnn, None))
         monkeypatch.setattr(kernel, "_local", local)

@@ -15,13 +15,7 @@ from octavo.ops.launching import Cache
 
 # Batch, heads, heads of keys, new tokens, size, room, tokens
 SHAPES = [(2, 8, 2, 1, 32, 50, 37), (1, 4, 4, 3, 24, 40, 40), (3, 4, 1, 2, 16, 20, 2), (2, 2, 2, 1, 8, 5, 1)]
-
-
 HERE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-def length_of(used: int) -> torch.Tensor:
-    return torch.tensor(used)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -35,34 +29,32 @@ def test_reference_against_float64(kind, shape, padded):
     places = None if first is None else torch.tensor(first, dtype=torch.int32)
     scale = 0.7 * sizes[4] ** -0.5
     expected, size = attention64(q, *cache, used, first, scale)
-    actual = cached_attention(q, *cache, length_of(used), first=places, scale=scale)
+    actual = cached_attention(q, *cache, torch.tensor(used), first=places, scale=scale)
     assert actual.dtype == torch.float32
     assert ((actual - expected).abs() <= 3e-5 * size).all()
-    wider = widened_attention(q, Cache(*cache, length_of(used)), places, scale)
+    wider = widened_attention(q, Cache(*cache, torch.tensor(used)), places, scale)
     assert ((wider - expected).abs() <= 3e-5 * size).all()
 
 
 def test_what_lies_beyond_the_length_does_not_count():
     q, *cache = given("fp8", 1, 2, 1, 1, 16, 20)
-    expected = cached_attention(q, *cache, length_of(7))
+    expected = cached_attention(q, *cache, torch.tensor(7))
     for data in cache[:2]:
         data.view(torch.uint8)[:, :, 7:] = 0x7F  # NaN
-    assert torch.equal(cached_attention(q, *cache, length_of(7)), expected)
-
-
-def by_operation(q, cache, first, scale):
-    return cached_attention(q, *cache, first=first, scale=scale)
+    assert torch.equal(cached_attention(q, *cache, torch.tensor(7)), expected)
 
 
 @HERE
-@pytest.mark.parametrize("run", [by_operation, widened_attention])
+@pytest.mark.parametrize(
+    "run", [lambda q, cache, first, scale: cached_attention(q, *cache, first=first, scale=scale), widened_attention]
+)
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_nothing_seen_more_than_room_a_torn_mask_and_nan(kind, run, device):
     q, *cache = (t.to(device) for t in given(kind, 2, 4, 2, 2, 64, 200))
 
     def attend(used: int, first: list[int] | None = None) -> torch.Tensor:
         places = None if first is None else torch.tensor(first, dtype=torch.int32, device=device)
-        return run(q, Cache(*cache, length_of(used).to(device)), places, 0.125)
+        return run(q, Cache(*cache, torch.tensor(used).to(device)), places, 0.125)
 
     y = attend(9, [8, 0])
     assert not y[0, :, 0].any()
@@ -83,7 +75,7 @@ def test_nothing_seen_more_than_room_a_torn_mask_and_nan(kind, run, device):
 @pytest.mark.parametrize(("batch", "new", "used"), [(0, 1, 3), (1, 0, 0), (1, 1, 0)])
 def test_no_sequences_no_queries_and_no_tokens_give_zeros(attend, batch, new, used):
     q, *cache = given("bf16", batch, 4, 2, new, 16, 9)
-    y = attend(q, *cache[: 2 if attend is ordered_attention else 4], length_of(used))
+    y = attend(q, *cache[: 2 if attend is ordered_attention else 4], torch.tensor(used))
     assert torch.equal(y, torch.zeros_like(q))
 
 
@@ -91,14 +83,14 @@ def test_no_sequences_no_queries_and_no_tokens_give_zeros(attend, batch, new, us
 def test_strided_queries_give_a_contiguous_result(used):
     q, keys, values, *_ = given("bf16", 2, 4, 2, 3, 16, 9)
     strided = q.transpose(1, 2).contiguous().transpose(1, 2)
-    y = ordered_attention(strided, keys, values, length_of(used))
+    y = ordered_attention(strided, keys, values, torch.tensor(used))
     assert y.is_contiguous()
-    assert torch.equal(y.nan_to_num(9), ordered_attention(q, keys, values, length_of(used)).nan_to_num(9))
+    assert torch.equal(y.nan_to_num(9), ordered_attention(q, keys, values, torch.tensor(used)).nan_to_num(9))
 
 
 def test_the_scale_of_products_is_that_of_the_size_by_default():
-    q, *cache = given("fp8", 1, 2, 1, 1, 16, 20)
-    assert torch.equal(cached_attention(q, *cache, length_of(9)), cached_attention(q, *cache, length_of(9), scale=0.25))
+    values = *given("fp8", 1, 2, 1, 1, 16, 20), torch.tensor(9)
+    assert torch.equal(cached_attention(*values), cached_attention(*values, scale=0.25))
 
 
 # ---- storing
@@ -113,7 +105,7 @@ def test_every_number_is_stored_with_one_rounding(kind, device):
     clipped = torch.zeros(2, dtype=torch.int64, device=device)
     y = x.to(device).transpose(1, 2).contiguous().transpose(1, 2)
     here = [None if s is None else s.to(device) for s in scales]
-    append_kv(y, y, keys, values, *here, length_of(67).to(device), clipped)
+    append_kv(y, y, keys, values, *here, torch.tensor(67).to(device), clipped)
     for data, scale in ((keys, scales[0]), (values, scales[1])):
         expected = torch.from_numpy(stored(x, scale, dtype))
         actual = torch.from_numpy(wide(data))
@@ -136,7 +128,7 @@ def test_the_amax_under_its_own_scale_is_not_clipped():
             k, clipped = row.unsqueeze(2), torch.zeros(2, dtype=torch.int64)
             scale = k.abs().amax().view(1) / largest
             data = torch.zeros(1, 1, 1, 8).to(DTYPES[kind])
-            append_kv(k, k, data, data.clone(), scale, scale, length_of(1), clipped)
+            append_kv(k, k, data, data.clone(), scale, scale, torch.tensor(1), clipped)
             assert clipped.tolist() == [0, 0]
             assert float(data.float().abs().max()) == largest
 
@@ -144,7 +136,7 @@ def test_the_amax_under_its_own_scale_is_not_clipped():
 def test_strided_keys_are_stored_as_they_are():
     k = torch.randn(2, 5, 3, 8).transpose(1, 2)
     keys, values = torch.zeros(2, 3, 6, 8), torch.zeros(2, 3, 6, 8)
-    append_kv(k, -k, keys, values, None, None, length_of(6), torch.zeros(2, dtype=torch.int64))
+    append_kv(k, -k, keys, values, None, None, torch.tensor(6), torch.zeros(2, dtype=torch.int64))
     assert torch.equal(keys[:, :, 1:], k)
     assert torch.equal(values[:, :, 1:], -k)
 

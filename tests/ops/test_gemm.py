@@ -6,9 +6,8 @@ import torch
 from gemm_examples import PAIRS, operands, wide, worst_row
 
 from octavo.numerics import FORMATS, TENSOR, Cast, QTensor, group
+from octavo.ops import Backend, quantize, scaled_mm
 from octavo.ops import gemm as op
-from octavo.ops import quantize, scaled_mm
-from octavo.ops.dispatch import Backend
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (3, 5, 7), (17, 130, 33), (129, 257, 65), (33, 2050, 40)], ids=str)

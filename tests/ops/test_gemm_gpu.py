@@ -25,7 +25,6 @@ import pytest
 import torch
 from gemm_examples import ROUNDOFF, errors_and_bounds, on_gpu, operands, row_norm, wide, wide_in_bf16
 from gpus import ONLY_HOPPER, poison, replayed
-from torch import Tensor
 
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
@@ -52,7 +51,7 @@ def pytorchs(a, b, bias=None, dtype=torch.bfloat16, fast=False):
     return scaled_mm(a, b, bias=bias, out_dtype=dtype, fast_accumulation=fast)
 
 
-def ours(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, tiling=(), residual=None) -> Tensor:
+def ours(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, tiling=(), residual=None) -> torch.Tensor:
     """A kernel of ours."""
     from octavo.ops.kernels import block_scaled_gemm, gemm  # import Triton, which a CPU build of PyTorch does not have
 
@@ -64,7 +63,7 @@ def ours(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, til
     return block_scaled_gemm.scaled_mm(Operands.of(a, b), bias, dtype, residual, how)
 
 
-def check(y: Tensor, a: QTensor, b: QTensor, bias=None, fast=True, widen=wide) -> None:
+def check(y: torch.Tensor, a: QTensor, b: QTensor, bias=None, fast=True, widen=wide) -> None:
     error, bound = errors_and_bounds(y, a, b, bias, fast and a.granularity.outer, widen)
     assert (error <= bound).all(), (error / bound).max()
 

@@ -14,7 +14,6 @@ from octavo.nn import GroupedLinear
 from octavo.numerics import ROW, QTensor
 from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
 from octavo.ops import dispatch as backend
-from octavo.ops.dispatch import MAX_MEAN_ROWS
 from octavo.ops.launching import Operands
 from octavo.recipe import rowwise
 
@@ -85,7 +84,7 @@ def test_gradients_of_ragged_groups(sizes, fast):
 def test_gradients_of_scales_along_the_rows_of_groups(sizes, pair):
     """Groups smaller than 128 run as a BF16 product where there are many rows: it multiplies operands in BF16."""
     a, b, offsets = examples.quantized_columns(sizes, pair, 272, 528)
-    in_bf16 = not pair.startswith("strip") and sum(sizes) > MAX_MEAN_ROWS * len(sizes)
+    in_bf16 = not pair.startswith("strip") and sum(sizes) > backend.MAX_MEAN_ROWS * len(sizes)
     widen = wide_in_bf16 if in_bf16 else wide
     product, squares = (examples.exact_columns(a, b, sizes, power, widen) for power in (1, 2))
     gpu_a, gpu_b = on_gpu(a), on_gpu(b)
@@ -102,11 +101,11 @@ def test_gradients_of_scales_along_the_rows_of_groups(sizes, pair):
 
 @pytest.mark.parametrize("pair", examples.GROUPED_PAIRS[1:])
 @pytest.mark.parametrize(("k", "n"), [(48, 80), (512, 272)])
-@pytest.mark.parametrize("sizes", [*SIZES, [MAX_MEAN_ROWS + 300, MAX_MEAN_ROWS - 200]], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, [backend.MAX_MEAN_ROWS + 300, backend.MAX_MEAN_ROWS - 200]], ids=str)
 def test_worst_row_of_scales_along_k(sizes, k, n, pair):
     """Groups smaller than 128 run as a BF16 product where there are many rows: it multiplies operands in BF16."""
     a, b, offsets = examples.operands(sizes, k, n, SPARE, pair)
-    in_bf16 = not pair.startswith("strip") and a.shape[0] > MAX_MEAN_ROWS * len(sizes)
+    in_bf16 = not pair.startswith("strip") and a.shape[0] > backend.MAX_MEAN_ROWS * len(sizes)
     gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
     for dtype in (torch.bfloat16, torch.float32):
         poison()

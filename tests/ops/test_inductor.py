@@ -3,10 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,24 +18,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.immutable_collections import immutable_list
 
 import octavo
-from octavo.numerics import Cast
+from octavo.numerics import ROW, Cast, QTensor
 from octavo.numerics.formats import E4M3
-from octavo.numerics.qtensor import ROW, QTensor
 from octavo.ops import append_kv, quantize, scaled_mm
 from octavo.ops import registration as inductor
 from octavo.ops.quantization import _quantize
 
-FUNCTION = next(
-    name
-    for name in ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11, torch 2.13
-    if hasattr(triton_kernel_wrap, name)
-)
+NAMES = ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11, torch 2.13
+FUNCTION = next(name for name in NAMES if hasattr(triton_kernel_wrap, name))
 
 
 def test_a_kernel_is_analysed_once_for_all_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    analysed: list[dict[str, Any]] = []
+    analysed = []
 
-    def analyse(kernel: object, args: dict[str, Any], descriptors: object) -> list[str]:
+    def analyse(kernel: object, args: dict, descriptors: object) -> list[str]:
         analysed.append(args)
         return ["y"]
 
@@ -48,7 +42,7 @@ def test_a_kernel_is_analysed_once_for_all_its_launches(monkeypatch: pytest.Monk
     tuned = SimpleNamespace(fn=kernel)  # as a launch with options of the compiler arrives
     args = {"x": torch.ones(2), "y": torch.ones(2), "M": 2, "BLOCK": 16}
     with inductor._analyses_cached():
-        launched: Callable[..., Any] = getattr(triton_kernel_wrap, FUNCTION)
+        launched = getattr(triton_kernel_wrap, FUNCTION)
         for each, changes in ((kernel, {}), (tuned, {"x": torch.ones(3), "M": 3}), (kernel, {"y": torch.zeros(9)})):
             assert launched(each, args | changes, {}) == ["y"]
         assert len(analysed) == 1
@@ -122,11 +116,7 @@ def test_what_the_import_sets_in_pytorch() -> None:
 CALL = (Cast().spec, None, None, None, 1)
 
 
-class Subclass(Tensor):
-    pass
-
-
-def dispatched(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> bool:
+def dispatched(call, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether `call` reaches the registered operation."""
     reached = []
     overload = _quantize.overload
@@ -152,8 +142,8 @@ def test_plain_calls_are_direct_and_equal(monkeypatch):
 
 
 def test_what_must_be_seen_is_dispatched(monkeypatch):
-    x = torch.randn(3, 16)
-    assert dispatched(lambda: _quantize(x.as_subclass(Subclass), *CALL), monkeypatch)
+    x, subclass = torch.randn(3, 16), type("Subclass", (Tensor,), {})
+    assert dispatched(lambda: _quantize(x.as_subclass(subclass), *CALL), monkeypatch)
     assert dispatched(lambda: _quantize(x.to("meta"), *CALL), monkeypatch)
     assert dispatched(lambda: _quantize(x.clone().requires_grad_(), *CALL), monkeypatch)
     assert dispatched(lambda: operations(lambda: _quantize(x, *CALL)), monkeypatch)

@@ -1,8 +1,6 @@
 """Compiled code launches our kernels instead of calling our operations; with dynamic sizes it calls them."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -126,13 +124,13 @@ def test_attention_that_is_computed_again_restores_a_random_state_only_if_it_dro
     def attend(t: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(2 * t, t, t, is_causal=True, dropout_p=dropout).sin()
 
-    def contexts() -> Any:
+    def contexts():
         return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
 
     def attend_again(t: Tensor) -> Tensor:
         return checkpoint(attend, t, use_reentrant=False, context_fn=contexts)
 
-    def run(call: Callable[[Tensor], Tensor]) -> Tensor:
+    def run(call) -> Tensor:
         torch.manual_seed(0)
         t = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
         call(t).float().square().sum().backward()

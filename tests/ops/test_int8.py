@@ -1,7 +1,5 @@
 """INT8: quantization by row, alone and fused, and the GEMM, against NumPy's integers; a layer as it is loaded."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -84,7 +82,7 @@ def check_fused(q: QTensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("center", [False, True], ids=["RMS norm", "layer norm"])
 def test_a_norm_is_rounded_to_integers(center: bool) -> None:
     x, weight = torch.randn(6, 64), torch.rand(64) + 0.5
-    norm: Any = nn.LayerNorm(64, eps=1e-6) if center else nn.RMSNorm(64, eps=1e-6)
+    norm = nn.LayerNorm(64, eps=1e-6) if center else nn.RMSNorm(64, eps=1e-6)
     norm.weight.data.copy_(weight)
     total, q = ops.norm_quantize_inference(x, x, weight, None, 1e-6, INT8, center=center)
     assert torch.equal(total, x + x)

@@ -1,7 +1,5 @@
 """INT8 on CUDA: the bytes of the reference, and a packed model beside the CPU's."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from bits import assert_same
@@ -10,7 +8,6 @@ from metrics import distance
 from operation_counts import operations
 from runtime_examples import layer_by_layer, logits, tokens
 from tiny_models import folder_maker
-from torch import Tensor
 
 import octavo
 from octavo.numerics import Cast, QTensor
@@ -25,7 +22,7 @@ INT8 = Cast("int8")
 SIZES = [(1, 4096, 4096), (5, 515, 160), (16, 512, 14336), (64, 77, 1056), (100, 333, 80), (300, 1000, 4096)]
 
 
-def exact_product(a: QTensor, b: QTensor) -> Tensor:
+def exact_product(a: QTensor, b: QTensor) -> torch.Tensor:
     return int8_mm_reference(Operands.of(a, b), None, None, torch.float32)
 
 
@@ -70,13 +67,13 @@ def test_k_is_split_for_more_rows_than_a_grid_has_in_y():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory):
     make = folder_maker(tmp_path_factory.mktemp("int8"), hidden_size=256, intermediate_size=544, head_dim=64)
     return make("llama with biases", scheme="int8")
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_packed_model_gives_what_the_cpu_gives(folder: Path):
+def test_a_packed_model_gives_what_the_cpu_gives(folder):
     gpu, cpu = octavo.load(folder, "cuda"), octavo.load(folder)
     for length in (1, 13, 300):
         text = tokens(length)[:1]
@@ -91,7 +88,7 @@ def test_a_packed_model_gives_what_the_cpu_gives(folder: Path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_float32_the_layers_give_what_the_cpu_gives(folder: Path):
+def test_in_float32_the_layers_give_what_the_cpu_gives(folder):
     gpu, cpu = octavo.load(folder, "cuda").float(), octavo.load(folder).float()
     text = tokens(90)[:1]
     exact = logits(cpu, text)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,32 +29,14 @@ CASTS = [
     Cast(granularity=block(128, 128)),
     Cast(granularity=group(32), scale="e8m0"),
 ]
-Call = tuple[str, str, tuple[Any, ...]]  # a file of kernels, a function of it, and its arguments
+Call = tuple[str, str, tuple]  # a file of kernels, a function of it, and its arguments
 
 
 # The largest shared memory of a program, in bytes: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 
-class _Driver:
-    """As much of a driver as compiling needs."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-class Compiled(list[Any]):
+class Compiled(list):
     """The kernels that were compiled for a GPU of this capability."""
 
     def __init__(self, capability: int) -> None:
@@ -69,15 +51,21 @@ class Compiled(list[Any]):
         return bool(self) and max(self.shared) <= self.limit
 
 
-def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+def compile_for(capability: int, module, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """From here on the launches of a module of kernels compile for a GPU of this capability, with ptxas. The kernels
     are added to the list that this returns."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    compiled = Compiled(capability)
-    monkeypatch.setattr(driver, "_active", _Driver(capability))
+    compiled, target = Compiled(capability), GPUTarget("cuda", capability, 32)
+    needed = {
+        "get_current_target": lambda: target,
+        "get_current_device": lambda: 0,
+        "get_current_stream": lambda device: 0,
+    }
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(**needed))
 
-    def launcher(kernel: Any, grid: Any) -> Any:
+    def launcher(kernel, grid):
         kernel.device_caches.clear()
         return lambda *args, **constants: compiled.append(kernel.warmup(*args, grid=grid, **constants))
 
@@ -208,7 +196,7 @@ def calls_of_products(capability: int) -> Iterator[Call]:
         yield "grouped_gemm", "grouped_mm_dw", (operands, offsets, HALF, False)
 
 
-def compiled_for(capability: int, file: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Compiled]:
+def compiled_for(capability: int, file: str, monkeypatch: pytest.MonkeyPatch):
     """The kernels of a file, whose launches compile for a GPU of this capability."""
     kernel = import_module(f"octavo.ops.kernels.{file}")
     if file == "grouped_gemm":  # its tiles are chosen by others, which cache their choice
@@ -252,7 +240,7 @@ def test_attention_over_a_cache_takes_what_its_tile_says(capability, dim, querie
     assert compiled.fit()
 
 
-def adds_in_registers(compiled: Any) -> bool:
+def adds_in_registers(compiled) -> bool:
     """True if products are added to a sum: Triton may make one product of a sum and a product."""
     return "arith.addf" in compiled.asm["ttgir"]
 
@@ -318,8 +306,8 @@ def test_pytorch_finds_that_the_matrices_of_a_stack_are_only_read(monkeypatch):
     find = next(getattr(triton_kernel_wrap, name) for name in names if hasattr(triton_kernel_wrap, name))
     found = {}
 
-    def launcher(launched: Any, grid: Any) -> Any:
-        def analyse(*args: Any, **constants: Any) -> None:
+    def launcher(launched, grid):
+        def analyse(*args, **constants) -> None:
             given = dict(zip(launched.arg_names, args, strict=False)) | constants
             accesses = find(launched, {name: given[name] for name in launched.arg_names}, {})
             written = accesses if isinstance(accesses, list) else accesses.read_writes.writes
@@ -330,7 +318,5 @@ def test_pytorch_finds_that_the_matrices_of_a_stack_are_only_read(monkeypatch):
     monkeypatch.setattr(kernel, "launcher", launcher)
     kernel.quantize_stack([rows(64)] * 3, Cast(relative_floor=0.5), True)
     kernel.requantize([rows(64)] * 3, ones(3 * M, 1), Cast().fmt, ROW, True)
-    of_quantization = {"data_ptr", "scale_ptr"}
-    assert found == {
-        "_row_kernel": of_quantization, "_floor_kernel": of_quantization, "_requantize_kernel": {"result_ptr"},
-    }  # fmt: skip
+    written = {name: {"data_ptr", "scale_ptr"} for name in ("_row_kernel", "_floor_kernel")}
+    assert found == written | {"_requantize_kernel": {"result_ptr"}}

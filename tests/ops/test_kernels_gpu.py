@@ -4,9 +4,6 @@ Most references run on the CPU, which other files here test against oracles. The
 order of float64 sums, may differ between devices (test_activation.py, test_norm.py), and for large matrices.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +13,7 @@ from fold_scales_oracle import folded, scales
 from gpus import poison
 from norm_oracle import EPS
 from norm_oracle import given as given_norm
-from operation_examples import OPERATIONS, Example, examples, permutations, quantizing, rotations
+from operation_examples import OPERATIONS, examples, permutations, quantizing, rotations
 from quantize_oracle import CASTS, OTHERS, matrix
 from rotary_examples import DTYPES
 from torch import Tensor
@@ -45,19 +42,19 @@ def same(actual: Tensor, expected: Tensor) -> None:
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {wrong.nonzero()[0].tolist()}"
 
 
-def copied(values: Any, device: str = "") -> Any:
+def copied(values, device: str = ""):
     """The values, with a copy of each tensor that has its strides, on a device."""
     return tree_map_only(Tensor, lambda t: t.to(device or t.device, copy=True), values)
 
 
-def reference(name: str, values: Any) -> Any:
+def reference(name: str, values):
     """The results of an operation by its reference, on the device of its arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(OPERATIONS[name]), "runs", lambda *_: False)
         return getattr(torch.ops.octavo, name)(*values)
 
 
-def check(name: str, values: tuple[Any, ...], repeats: int = 3, *, here: bool = False) -> None:
+def check(name: str, values: tuple, repeats: int = 3, *, here: bool = False) -> None:
     """The results, and the arguments, some of which are written to. `here`: the reference runs on the GPU."""
     given = copied(values, "cuda" if here or any(part in name for part in OWN_DEVICE) else "")
     expected, moved, first = reference(name, given), copied(values, "cuda"), None
@@ -74,7 +71,7 @@ def check(name: str, values: tuple[Any, ...], repeats: int = 3, *, here: bool = 
                 same(one, other)
 
 
-def check_each(found: Iterator[Example], **options: Any) -> None:
+def check_each(found, **options) -> None:
     names = set()
     for name, values in found:
         if name not in CLOSE and OPERATIONS[name].kernels:

@@ -3,7 +3,6 @@
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ def test_the_second_launch_is_direct_with_the_constants_in_order():
     assert kernel.calls[1] == (*fixed, x.data_ptr(), None, 7, 4, True)
 
 
-def described(base: torch.Tensor, *block: int) -> Any:
+def described(base: torch.Tensor, *block: int):
     return SimpleNamespace(base=base, block_shape=list(block))
 
 
@@ -133,11 +132,11 @@ class Recorder:
     """Records the calls that Triton's kernels get."""
 
     def __init__(self) -> None:
-        self.device_caches: dict[int, list[Any]] = defaultdict(list)
-        self.compiled: list[tuple[Any, ...]] = []
+        self.device_caches: dict[int, list] = defaultdict(list)
+        self.compiled: list[tuple] = []
         self.threads: set[int] = set()
 
-    def warmup(self, *args: Any, grid: tuple[int, ...], **constants: Any) -> "Recorder":
+    def warmup(self, *args, grid: tuple[int, ...], **constants) -> "Recorder":
         self.threads.add(threading.get_ident())
         self.compiled.append((*args[1:], grid, constants))
         if constants.get("FAILS"):
@@ -148,7 +147,7 @@ class Recorder:
     def run(self) -> None:
         self.compiled.append(("loaded",))
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+    def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args, **constants: self.compiled.append(("launched", *args[1:], grid, constants))
 
 

@@ -5,26 +5,16 @@ import pytest
 import torch
 from grouped_examples import SIZES, offsets_of, rows_of
 
+from octavo import ops
 from octavo.numerics import Cast
-from octavo.ops import (
-    aligned_groups,
-    combine,
-    combine_backward,
-    gather_quantize,
-    group_of_rows,
-    quantize,
-    sort_by_expert,
-    transpose,
-)
 from octavo.ops.permutation import index_groups_reference, index_slots_reference
 
 TOKENS, TOP_K, EXPERTS, K = 37, 3, 6, 40
 
 
-def chosen(experts: int = EXPERTS) -> torch.Tensor:
+def chosen() -> torch.Tensor:
     """[TOKENS, TOP_K], the experts of each token; nobody chose expert 2."""
-    torch.manual_seed(0)
-    score = torch.rand(TOKENS, experts)
+    score = torch.rand(TOKENS, EXPERTS)
     score[:, 2] = -1
     return score.topk(TOP_K).indices
 
@@ -32,7 +22,7 @@ def chosen(experts: int = EXPERTS) -> torch.Tensor:
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS - 2], ids=["all here", "some elsewhere"])
 def test_slots_are_sorted_by_expert_and_stay_in_order(experts):
     index = chosen()
-    slot, row, offsets = sort_by_expert(index, experts)
+    slot, row, offsets = ops.sort_by_expert(index, experts)
     assert (slot.dtype, row.dtype, offsets.dtype) == (torch.int32,) * 3
     flat = index.view(-1).numpy()
     assert np.array_equal(slot.numpy(), np.argsort(flat, kind="stable"))
@@ -46,7 +36,7 @@ def test_slots_are_sorted_by_expert_and_stay_in_order(experts):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_group_of_each_row(sizes):
     expected = [e for e, size in enumerate(sizes) for _ in range(size)] + [len(sizes)] * 3
-    assert group_of_rows(offsets_of(sizes), sum(sizes) + 3).tolist() == expected
+    assert ops.group_of_rows(offsets_of(sizes), sum(sizes) + 3).tolist() == expected
 
 
 @pytest.mark.parametrize("spare", [0, 3])
@@ -54,7 +44,7 @@ def test_the_group_of_each_row(sizes):
 def test_aligned_groups_hold_their_rows_and_zeros(sizes, spare):
     rows = sum(sizes) + spare
     slot = torch.randperm(rows).int()
-    groups = aligned_groups(offsets_of(sizes), rows, slot, TOP_K)
+    groups = ops.aligned_groups(offsets_of(sizes), rows, slot, TOP_K)
     expert, ends, place, token = groups
     starts = [0, *ends.tolist()[:-1]]
     assert {each.dtype for each in groups} == {torch.int32}
@@ -65,7 +55,7 @@ def test_aligned_groups_hold_their_rows_and_zeros(sizes, spare):
         assert end - start == max(128, -(-size // 128) * 128)
         assert place[start:end].tolist() == [*range(where.start, where.stop), *[-1] * (end - start - size)]
     assert (place[ends[-1] :] == -1).all()
-    assert expert.tolist() == [min(e, len(sizes) - 1) for e in group_of_rows(offsets_of(sizes), rows).tolist()]
+    assert expert.tolist() == [min(e, len(sizes) - 1) for e in ops.group_of_rows(offsets_of(sizes), rows).tolist()]
     assert token.tolist() == [-1 if m < 0 else int(slot[m]) // TOP_K for m in place.tolist()]
 
 
@@ -73,7 +63,7 @@ def test_the_transpose_places_rows():
     data = torch.randn(9, K).to(torch.float8_e4m3fn)
     place = torch.tensor([3, -1, 0, 8, 8, -1], dtype=torch.int32)
     shift = torch.arange(9, dtype=torch.int32)
-    plain, placed = transpose(data, shift).view(torch.uint8), transpose(data, shift, place=place).view(torch.uint8)
+    plain, placed = (ops.transpose(data, shift, place=rows).view(torch.uint8) for rows in (None, place))
     expected = torch.where(place < 0, 0, plain[:, place.clamp(min=0).long()])
     assert torch.equal(placed, expected)
 
@@ -81,13 +71,13 @@ def test_the_transpose_places_rows():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factors", [False, True])
 def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
-    slot, _, offsets = sort_by_expert(chosen(), EXPERTS)
-    x, group = torch.randn(TOKENS, K).to(dtype), group_of_rows(offsets, len(slot))
+    slot, _, offsets = ops.sort_by_expert(chosen(), EXPERTS)
+    x, group = torch.randn(TOKENS, K).to(dtype), ops.group_of_rows(offsets, len(slot))
     columns, rows = torch.rand(EXPERTS, K), torch.rand(len(slot), 1)
     given = {"column_scale": columns, "group": group, "row_scale": rows} if factors else {}
-    q = gather_quantize(x, Cast(), slot=slot, top_k=TOP_K, **given)
+    q = ops.gather_quantize(x, Cast(), slot=slot, top_k=TOP_K, **given)
     gathered = x[slot // TOP_K].float()
-    expected = quantize(gathered * columns[group] * rows if factors else gathered, Cast())
+    expected = ops.quantize(gathered * columns[group] * rows if factors else gathered, Cast())
     assert torch.equal(q.scale, expected.scale)
     assert torch.equal(q.data.view(torch.uint8), expected.data.view(torch.uint8))
 
@@ -95,7 +85,7 @@ def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS - 2], ids=["all here", "some elsewhere"])
 def test_combine_and_its_gradient(experts, weighted):
-    slot, row, offsets = sort_by_expert(chosen(), experts)
+    slot, row, offsets = ops.sort_by_expert(chosen(), experts)
     y, weight = torch.randn(TOKENS * TOP_K, K), torch.rand(TOKENS, TOP_K)
     dout = torch.randn(TOKENS, K)
     y[row.max() + 1 :] = torch.nan  # rows of other ranks hold any numbers
@@ -106,12 +96,12 @@ def test_combine_and_its_gradient(experts, weighted):
                 part = y[row[t, s]].double().numpy()
                 exact[t] += part * (float(weight[t, s]) if weighted else 1)
                 slots[t, s] = part @ dout[t].double().numpy()
-    np.testing.assert_allclose(combine(y, row, weight if weighted else None).numpy(), exact, atol=2e-6)
-    factors = {"group": group_of_rows(offsets, len(slot)).clamp(max=experts - 1), "slot": slot}
+    np.testing.assert_allclose(ops.combine(y, row, weight if weighted else None).numpy(), exact, atol=2e-6)
+    factors = {"group": ops.group_of_rows(offsets, len(slot)).clamp(max=experts - 1), "slot": slot}
     factors |= {"column_scale": torch.rand(experts, K), "row_scale": torch.rand(len(slot), 1)}
-    g, dweight = combine_backward(dout, y, row, Cast(), **factors)
+    g, dweight = ops.combine_backward(dout, y, row, Cast(), **factors)
     np.testing.assert_allclose(dweight.numpy(), slots, atol=2e-5)
-    expected = gather_quantize(dout, Cast(), top_k=TOP_K, **factors)
+    expected = ops.gather_quantize(dout, Cast(), top_k=TOP_K, **factors)
     assert torch.equal(g.scale, expected.scale)
     assert torch.equal(g.data.view(torch.uint8), expected.data.view(torch.uint8))
 
@@ -119,7 +109,7 @@ def test_combine_and_its_gradient(experts, weighted):
 def test_tokens_whose_experts_are_all_elsewhere():
     """No expert here has a row."""
     y, row = torch.zeros(0, K), torch.full((TOKENS, TOP_K), -1, dtype=torch.int32)
-    assert torch.equal(combine(y, row, None), torch.zeros(TOKENS, K))
+    assert torch.equal(ops.combine(y, row, None), torch.zeros(TOKENS, K))
 
 
 def gathered_by_kernel(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -166,7 +156,7 @@ def test_the_kernel_indexes_slots(kernels, experts, rows, numbers):
 )  # fmt: skip
 def test_the_kernel_indexes_groups(kernels, sizes, spare, with_slots):
     offsets, rows = offsets_of(sizes), sum(sizes) + spare
-    places = len(aligned_groups(offsets, rows).place)
+    places = len(ops.aligned_groups(offsets, rows).place)
     given = offsets, rows, places, torch.randperm(rows).int() if with_slots else None, TOP_K
     actual = kernels.submit(indexed_by_kernel, "index_groups", *given).result()
     assert_equal_indices(actual, index_groups_reference(*given))
@@ -176,8 +166,8 @@ def test_the_kernel_indexes_groups(kernels, sizes, spare, with_slots):
 @pytest.mark.parametrize("k", [K, 2080])
 def test_the_kernel_gathers_and_multiplies_by_y(kernels, k):
     """Numbers of E4M3 times powers of two, since the interpreter rounds other numbers in its own way."""
-    slot, row, offsets = sort_by_expert(chosen(), EXPERTS - 2)  # others are elsewhere
-    group, rows = group_of_rows(offsets, len(slot)), len(slot)
+    slot, row, offsets = ops.sort_by_expert(chosen(), EXPERTS - 2)  # others are elsewhere
+    group, rows = ops.group_of_rows(offsets, len(slot)), len(slot)
     x, y = torch.randn(TOKENS, k).to(torch.float8_e4m3fn).float(), torch.randn(rows, k)
     x[:, 0] = 448.0
     column_scale = torch.exp2(torch.arange(EXPERTS)).view(-1, 1).expand(-1, k).contiguous()

@@ -63,7 +63,6 @@ def test_the_kernel_of_long_columns(kernels, placed):
 
 def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
     """Random factors that are not powers of two, so that the order of the products shows in their last bits."""
-    torch.manual_seed(7)
     both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "mantissa_of": torch.rand(shape[0], 1) * 3 + 0.1}
     return {name: factor for name, factor in both.items() if which in (name, "both")}
 
@@ -140,8 +139,7 @@ def test_a_poisoned_block_is_nan_and_the_others_are_as_if_alone(cast, poison, ro
 def round_by(v: np.ndarray, dice: np.ndarray, cast: Cast) -> np.ndarray:
     """Codes of `v`, rounded up if dice plus the distance from the lower neighbour is at least one spacing."""
     kind = KINDS[cast.format]
-    codes = np.arange(128, dtype=np.uint8)
-    values = codes.view(kind).astype(np.float64)
+    values = np.arange(128, dtype=np.uint8).view(kind).astype(np.float64)
     values = values[np.isfinite(values)]
     magnitude = np.minimum(np.abs(v.astype(np.float64)), values[-1])
     low = np.searchsorted(values, magnitude, side="right") - 1

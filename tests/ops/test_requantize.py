@@ -3,26 +3,21 @@
 import pytest
 import torch
 from bits import assert_same_numbers
-from torch import Tensor
+from quantize_oracle import matrix
 
-from octavo.numerics import ROW, TENSOR, Cast, Granularity
-from octavo.numerics.qtensor import block
+from octavo.numerics import ROW, TENSOR, Cast, Granularity, block
 from octavo.ops import quantize, quantize_scaled, quantize_stack, requantize, requantize_transposed, row_scales
 
 formats = pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 
 
-def matrix(rows: int = 70) -> Tensor:
-    return (torch.randn(rows, 130) * torch.randn(rows, 1).exp()).bfloat16()
-
-
-def same(actual: Tensor, data: Tensor) -> bool:
+def same(actual: torch.Tensor, data: torch.Tensor) -> bool:
     return torch.equal(actual.view(torch.uint8), data.t().contiguous().view(torch.uint8))
 
 
 @formats
 def test_rows_of_a_stack(fmt: str) -> None:
-    parts, cast = [matrix(), matrix(33)], Cast(fmt, ROW)
+    parts, cast = [matrix((70, 130), torch.bfloat16), matrix((33, 130), torch.bfloat16)], Cast(fmt, ROW)
     q = quantize_stack(parts, cast)
     assert same(requantize_transposed(parts, q.scale, cast), q.data)
 
@@ -31,7 +26,7 @@ def test_rows_of_a_stack(fmt: str) -> None:
 @pytest.mark.parametrize("floor", [0.0, 2.0**-4])
 def test_rows_of_parts_by_their_common_scales(fmt: str, floor: float) -> None:
     """The largest scale of two halves of a row is that of the row, and gives the bytes of the whole."""
-    x, cast = matrix(), Cast(fmt, ROW, relative_floor=floor)
+    x, cast = matrix((70, 130), torch.bfloat16), Cast(fmt, ROW, relative_floor=floor)
     x[5, 3] = torch.nan
     halves, q = x.split(65, dim=1), quantize(x, cast)
     scale = torch.stack([row_scales([half.contiguous()], cast) for half in halves]).amax(0)
@@ -45,14 +40,14 @@ def test_rows_of_parts_by_their_common_scales(fmt: str, floor: float) -> None:
 @pytest.mark.parametrize("rows", [130, 300])
 @pytest.mark.parametrize("granularity", [TENSOR, block(128, 128), block(16, 16)], ids=lambda shared: shared.name)
 def test_a_tensor_and_square_blocks(fmt: str, granularity: Granularity, rows: int) -> None:
-    x, cast = matrix(rows), Cast(fmt, granularity)
+    x, cast = matrix((rows, 130), torch.bfloat16), Cast(fmt, granularity)
     q = quantize(x, cast)
     assert same(requantize_transposed([x], q.scale, cast), q.data)
 
 
 @formats
 def test_what_outgrew_its_scale_saturates(fmt: str) -> None:
-    x, cast = matrix(), Cast(fmt, TENSOR)
+    x, cast = matrix((70, 130), torch.bfloat16), Cast(fmt, TENSOR)
     scale = quantize(x, cast).scale / 7
     q, _ = quantize_scaled(x, scale, cast)
     assert (q.data.float().abs() == cast.fmt.max).any()
@@ -61,7 +56,6 @@ def test_what_outgrew_its_scale_saturates(fmt: str) -> None:
 
 @formats
 def test_a_scale_that_is_nan_gives_nan(fmt: str) -> None:
-    x = matrix()
+    x = matrix((70, 130), torch.bfloat16)
     x[3, 4] = torch.inf
-    scale = torch.full((1, 1), torch.nan)
-    assert requantize_transposed([x], scale, Cast(fmt, TENSOR)).float().isnan().all()
+    assert requantize_transposed([x], torch.full((1, 1), torch.nan), Cast(fmt, TENSOR)).float().isnan().all()

@@ -1,6 +1,5 @@
 """Rows of many matrices: quantized together with the bytes and scales of each by itself, or added up; and words."""
 
-from concurrent.futures import Executor
 from unittest.mock import patch
 
 import numpy as np
@@ -10,8 +9,7 @@ from bits import assert_same_numbers, on_gpu
 from gpus import poison
 from torch import Tensor
 
-from octavo.numerics import ROW, TENSOR, Cast
-from octavo.numerics.scaling import scale_from_amax
+from octavo.numerics import ROW, TENSOR, Cast, scale_from_amax
 from octavo.ops import quantize, quantize_scaled
 from octavo.ops.launching import RowBatch
 from octavo.ops.rows import add_rows, cast_rows, row_amaxes, word_sums
@@ -176,7 +174,7 @@ def test_the_sums_of_words_by_numpy(words: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.triton
 @pytest.mark.parametrize("programs", [1, 2, 8])
-def test_the_kernel_gives_the_sums_of_words(kernels: Executor, programs: int) -> None:
+def test_the_kernel_gives_the_sums_of_words(kernels, programs: int) -> None:
     assert kernels.submit(interpreted_sums, tensors(), programs).result() == sums_by_numpy(tensors())
 
 

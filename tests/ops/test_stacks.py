@@ -1,7 +1,6 @@
 """Stacks of matrices, up to three of which one launch serves: the kernels in the interpreter against the references."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -9,6 +8,8 @@ from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, block
 from octavo.ops.quantization import quantize_stack_reference, requantize_reference
+
+pytestmark = pytest.mark.triton
 
 K = 40
 # Tiles have 64 rows, or those of row_tile(K).
@@ -34,7 +35,7 @@ def interpreted(name: str, *args: object) -> Results:
 
     launched: list[str] = []
 
-    def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
+    def launcher(kernel, grid: tuple[int, ...]):
         launched.append(kernel.fn.__name__)
         return kernel[grid]
 
@@ -45,7 +46,6 @@ def interpreted(name: str, *args: object) -> Results:
     return [None if t is None else t.float() for t in results], launched
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 @pytest.mark.parametrize("number", [1.0, torch.nan, torch.inf])
 @pytest.mark.parametrize(
@@ -57,12 +57,11 @@ def test_every_matrix_is_quantized_as_by_itself(kernels, rows, number, scale, fl
     compare(kernels, tensors, cast, -(-len(rows) // 3))
 
 
-@pytest.mark.triton
 def test_matrices_of_two_dtypes_have_launches_of_their_own(kernels):
     compare(kernels, [*matrices((5, 7)), *matrices((9,), torch.float32)], Cast(relative_floor=0.25), 3)
 
 
-def compare(kernels: Any, tensors: list[Tensor], cast: Cast, launches: int) -> None:
+def compare(kernels, tensors: list[Tensor], cast: Cast, launches: int) -> None:
     (data, scales), launched = kernels.submit(interpreted, "quantize_stack", tensors, cast, True).result()
     expected, expected_scales = quantize_stack_reference(tensors, cast, True)
     assert torch.equal(scales.nan_to_num(7), expected_scales.float().nan_to_num(7))
@@ -71,7 +70,6 @@ def compare(kernels: Any, tensors: list[Tensor], cast: Cast, launches: int) -> N
     assert launched == (["_row_kernel", "_floor_kernel"] if cast.relative_floor else ["_row_kernel"]) * launches
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_scales_alone(kernels, rows):
     tensors, cast = matrices(rows), Cast(relative_floor=0.25)
@@ -81,7 +79,6 @@ def test_scales_alone(kernels, rows):
     assert launched == ["_row_kernel"] * -(-len(rows) // 3)
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize(
     ("granularity", "rows"),
     [*product((ROW, TENSOR), ROWS), *product((block(64, 64), block(128, 128)), ((70,), (300,)))],

@@ -29,12 +29,13 @@ FAR += [-13.0, -13.1, -13.2, -13.3, -13.5, -14.0, -14.3, -14.5]
 
 
 def h64(u: Tensor, kind: str) -> Tensor:
+    """h of u [..., F], or [..., 2 F], by torch."""
     if kind == "gelu":
         return F.gelu(u)
     if kind == "geglu":
-        up, gate = u.chunk(2, 1)
+        up, gate = u.chunk(2, -1)
         return up * F.gelu(gate)
-    gate, up = u.chunk(2, 1)
+    gate, up = u.chunk(2, -1)
     return F.silu(gate) * up
 
 

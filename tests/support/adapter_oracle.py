@@ -4,11 +4,7 @@ The products of adapters are PEFT's formula, B(A(x)) * scale, and autograd's gra
 layer of an MLP reads the bytes of h, and those of the layers before it the bytes of their gradient.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from fused_oracle import Block
 from packed_layers import TOKENS, worst_row
 from torch import Tensor, nn
 
@@ -47,7 +43,7 @@ class Wrapped(AdaptedLayer):
         return torch.autograd.grad(y, leaves, dy.double())
 
 
-def wrap(block: Block, without: str = "") -> Block:
+def wrap(block, without: str = ""):
     """Freeze the parameters of the block and put its layers in adapters, all on but the one of this name."""
     block.requires_grad_(False)
     names = [name for name, m in block.named_modules() if isinstance(m, nn.Linear)]
@@ -57,12 +53,12 @@ def wrap(block: Block, without: str = "") -> Block:
     return block
 
 
-def check_layers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def check_layers(model: nn.Module, weights) -> None:
     """The gradients of x, A and B of each layer in adapters of PEFT, around one of these `weights`, against those of
     autograd in float64. dx may read dy in eight bits; adapters read float32."""
     generator = torch.Generator().manual_seed(1)
     for name, w in weights.items():
-        layer: Any = model.get_submodule(f"base_model.model.{name}")
+        layer = model.get_submodule(f"base_model.model.{name}")
         x = torch.randn(TOKENS, w.shape[1], generator=generator).requires_grad_()
         dy = torch.randn(TOKENS, w.shape[0], generator=generator) * 1e-3
         pair = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]

@@ -1,7 +1,5 @@
 """Comparison of tensors bit for bit."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -14,7 +12,7 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def tensors_of(result: Any) -> list[Tensor]:
+def tensors_of(result) -> list[Tensor]:
     """All tensors of the result of an operation."""
     parts = [[x.data, x.scale.contiguous()] if isinstance(x, QTensor) else x for x in tree_leaves(result)]
     return [t for t in tree_leaves(parts) if isinstance(t, Tensor)]
@@ -35,6 +33,6 @@ def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
     assert torch.equal(bits(actual)[~nan], bits(expected)[~nan])
 
 
-def on_gpu(values: Any) -> tuple[Any, ...]:
+def on_gpu(values) -> tuple:
     """The values, tensors among them moved to the GPU."""
     return tuple(v.cuda() if isinstance(v, Tensor) else v for v in values)

@@ -1,9 +1,7 @@
 """Tiny random models of every kind that is calibrated, as folders; and what they see when they run at once."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -22,7 +20,7 @@ _SIZES = {
 _GLU = _SIZES | {"num_key_value_heads": 2, "intermediate_size": 48, "tie_word_embeddings": True}
 _WINDOW = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
 _BERT = _SIZES | {"intermediate_size": 48}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "llama": ("Llama", _GLU | {"tie_word_embeddings": False}),
     "mistral": ("Mistral", _GLU | {"sliding_window": 6}),
     "qwen2": ("Qwen2", _GLU | _WINDOW),  # its layers attend in two ways
@@ -34,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_model(path: Path, name: str, *, shards: str = "1GB", **change: Any) -> Path:
+def write_model(path: Path, name: str, *, shards: str = "1GB", **change) -> Path:
     """The folder of one of MODELS in FP32, or of `gpt2` of ours."""
     torch.manual_seed(2)
     if name == "gpt2":
@@ -58,13 +56,13 @@ def write_data(path: Path) -> list[str]:
     return [str(path)]
 
 
-def whole_model(folder: Path) -> Any:
+def whole_model(folder: Path):
     """The model in BF16, as transformers itself opens it."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     return getattr(transformers, architecture).from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
-def watch_whole(model: Any, batches: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+def watch_whole(model, batches) -> dict[str, list[Tensor]]:
     """What each linear layer reads and each norm writes (plain hooks), and what sdpa is called with, a list a batch."""
     seen: dict[str, list[Tensor]] = {}
 

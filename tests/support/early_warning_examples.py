@@ -1,9 +1,7 @@
 """Faults of the tiny runs of tests/train, and the events of rules that find them."""
 
 import math
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from octavo.train.supervision import TrainingError
 from octavo.watching.storage import Event, read_watch
@@ -15,24 +13,22 @@ def event(layer: str | None, rule: str = "saturation_spike", operand: str | None
     return Event(10, rule, layer, operand, 0.5, 0.001, "much is wrong")
 
 
-def layer_of(model: Any) -> Any:
+def layer_of(model):
     return model.model.layers[1].mlp.down_proj
 
 
-def breaks_in_fp8(trainer: Any) -> None:
+def breaks_in_fp8(trainer) -> None:
     """From step 13 on, the output of a layer overflows while it runs in FP8."""
-
-    def overflow(module: Any, args: Any, y: Any) -> Any:
-        return y * math.inf if module.recipe.quantized and trainer.state.step >= 12 else y
-
-    layer_of(trainer.model).register_forward_hook(overflow)
+    layer_of(trainer.model).register_forward_hook(
+        lambda layer, _, y: y * math.inf if layer.recipe.quantized and trainer.state.step >= 12 else y
+    )
 
 
-def run_with(trainer: Any, faults: Sequence[Callable[[Any], None]], after: int) -> list[Event]:
+def run_with(trainer, faults, after: int) -> list[Event]:
     """Train, and plant the faults after so many steps; the events of the run."""
     step = trainer.step
 
-    def faulty() -> Any:
+    def faulty():
         if trainer.state.step == after:
             for fault in faults:
                 fault(trainer)

@@ -1,8 +1,6 @@
 """Small models that FSDP2 shards, and their comparison with one rank."""
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo.distributed import fp8_all_gather
 from octavo.nn import NormLinear, SwiGLU
-from octavo.recipe import Recipe
 
 WIDTH = 32
 
@@ -42,7 +39,7 @@ def blocks(rows: int = WIDTH, count: int = 2, width: int = WIDTH) -> nn.Sequenti
     return model
 
 
-def converted(recipe: str | Recipe = "rowwise", rows: int = WIDTH, count: int = 2, seed: int = 0) -> nn.Sequential:
+def converted(recipe="rowwise", rows: int = WIDTH, count: int = 2, seed: int = 0) -> nn.Sequential:
     """Blocks with the same numbers at each call; of recipes with blocks, one whose rows two ranks share by these."""
     torch.manual_seed(seed)
     square = getattr(recipe, "name", recipe) in ("blockwise", "mxfp8", "groupwise")
@@ -55,7 +52,7 @@ def batch(seed: int = 0, rows: int = 6, width: int = WIDTH) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
+def sharded(model: nn.Module, **options) -> nn.Module:
     """A copy of `model` in which each child and the whole are units of FSDP2."""
     model = copy.deepcopy(model)
     for child in model.children():
@@ -64,7 +61,7 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-def gathered(model: nn.Module, **options: Any) -> nn.Module:
+def gathered(model: nn.Module, **options) -> nn.Module:
     """As `sharded`, and all its weights are gathered in eight bits."""
     model = sharded(model, **options)
     report = fp8_all_gather(model)
@@ -73,7 +70,7 @@ def gathered(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, step: Callable[[nn.Module, int], Tensor] | None = None, steps: int = 3) -> list[Tensor]:
+def train(model: nn.Module, step=None, steps: int = 3) -> list[Tensor]:
     """The losses of AdamW steps, and the parameters after them, whole."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     results = []
@@ -93,7 +90,7 @@ def backward(model: nn.Module, seed: int, rows: int = 6) -> Tensor:
     return loss
 
 
-def whole(tensors: Iterator[Tensor]) -> list[Tensor]:
+def whole(tensors) -> list[Tensor]:
     return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for t in tensors]
 
 

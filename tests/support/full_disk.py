@@ -1,12 +1,11 @@
 """Files that cannot grow, as on a disk that is full."""
 
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
+def files_of_at_most(size: int):
     """In this block no file may grow beyond `size` bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))

@@ -7,14 +7,12 @@ on the border of two codes.
 """
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from activation_oracle import h64
 from metrics import sqnr
 from operation_counts import operations
 from torch import Tensor, nn
@@ -68,7 +66,8 @@ class NormThenMLP(nn.Module):
         total = x if residual is None else x + residual
         n = total if self.norm is None else self.norm(total)
         inner, (outer,) = mlp_layers(self.mlp)
-        y = getattr(self.mlp, outer)(activation(self.mlp, *(getattr(self.mlp, name)(n) for name in inner)))
+        u = torch.cat([getattr(self.mlp, name)(n) for name in inner], -1)
+        y = getattr(self.mlp, outer)(h64(u, self.mlp.activation))
         return (y,) if self.norm is None else (y, total)
 
 
@@ -90,15 +89,6 @@ Block = NormThenLinears | NormThenMLP
 def mlp_layers(mlp: FusedMLP) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the layers before and after the activation."""
     return (("gate_proj", "up_proj"), ("down_proj",)) if isinstance(mlp, SwiGLU) else (("fc1",), ("fc2",))
-
-
-def activation(mlp: FusedMLP, *u: Tensor) -> Tensor:
-    if isinstance(mlp, SwiGLU):
-        return F.silu(u[0]) * u[1]
-    if isinstance(mlp, GELU):
-        return F.gelu(u[0])
-    up, gate = u[0].chunk(2, dim=-1)
-    return up * F.gelu(gate)
 
 
 def make_norm(kind: str, k: int) -> nn.Module | None:
@@ -192,7 +182,7 @@ class Product:
     """
 
     x: Tensor
-    layers: Mapping[str, Any]
+    layers: dict[str, nn.Module]
     of_bytes: bool = False
 
     def __post_init__(self) -> None:
@@ -206,7 +196,7 @@ class Product:
         self.m, self.power = 2 * mantissa, torch.exp2(exponent.double() - 1)  # s_x = m * power, m in [1, 2)
 
     @property
-    def adapters(self) -> list[tuple[str, Any, Tensor, slice]]:
+    def adapters(self) -> list[tuple[str, nn.Module, Tensor, slice]]:
         """The name of each layer with one that is on, the layer, the input of its adapter, and its columns of y."""
         ends = [0, *accumulate(self.sizes)]
         on = [(i, name, layer) for i, (name, layer) in enumerate(self.layers.items()) if getattr(layer, "on", False)]
@@ -243,26 +233,6 @@ class Product:
         return dx, named
 
 
-class Start:
-    """x + residual and its norm, and the way back."""
-
-    def __init__(self, block: Block, x: Tensor, residual: Tensor | None) -> None:
-        self.total = x if residual is None else (x.double() + residual.double()).to(x.dtype)
-        self.with_residual, self.leaf = residual is not None, self.total.double().requires_grad_()
-        self.norm = None if block.norm is None else exact_norm(block.norm)
-        self.n = self.leaf if self.norm is None else self.norm(self.leaf)
-        self.trained = block.norm is not None and block.norm.weight.requires_grad
-
-    def gradients(self, dn: Tensor, *dtotal: Tensor) -> Tensors:
-        if self.norm is None:
-            return {"d x": dn}
-        parameters = dict(self.norm.named_parameters())
-        dx, *rest = torch.autograd.grad(self.n, [self.leaf, *parameters.values()], dn.double())
-        dx = dx + dtotal[0].double()
-        named = {"d x": dx} | ({"d residual": dx} if self.with_residual else {})
-        return named | {f"d norm.{name}": d for name, d in zip(parameters, rest, strict=True) if self.trained}
-
-
 def exact_norm(norm: nn.Module) -> nn.Module:
     if isinstance(norm, nn.LayerNorm):
         return copy.deepcopy(norm).double()
@@ -274,28 +244,37 @@ def exact_norm(norm: nn.Module) -> nn.Module:
 
 def exact(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
     """The result of `run` for a block converted by `rowwise`; `dtype` is that of the layers' outputs."""
-    start, totals = Start(block, x, residual), []
-    if block.norm is not None:
-        totals = [start.total]
+    total = x if residual is None else (x.double() + residual.double()).to(x.dtype)
+    leaf, norm = total.double().requires_grad_(), None if block.norm is None else exact_norm(block.norm)
+    n, totals = (leaf, []) if norm is None else (norm(leaf), [total])
     if isinstance(block, NormThenLinears):
-        first = Product(start.n.detach(), {f"layers.{i}": layer for i, layer in enumerate(block.layers)})
+        first = Product(n.detach(), {f"layers.{i}": layer for i, layer in enumerate(block.layers)})
         outputs = [*first.y.to(dtype).split(first.sizes, 1), *totals]
-        *dys, dtotal = output_gradients(tuple(outputs))
-        dn, named = first.backward(torch.cat(dys, 1), dtype)
-        named |= start.gradients(dn.to(dtype), dtotal)
-        return {f"output {i}": y for i, y in enumerate(outputs)} | named
-    inner, outer = ({f"mlp.{n}": getattr(block.mlp, n) for n in names} for names in mlp_layers(block.mlp))
-    first = Product(start.n.detach(), inner)
-    u = first.y.to(dtype).double().requires_grad_()
-    h = activation(block.mlp, *u.chunk(len(inner), 1))
-    second = Product(h.detach(), outer, of_bytes=True)
-    outputs = [second.y.to(dtype), *totals]
-    dy, *dtotal = output_gradients(tuple(outputs))
-    dh, named = second.backward(dy, dtype)
-    (du,) = torch.autograd.grad(h, u, dh.to(dtype).double())
-    dn, of_inner = first.backward(du, dtype, in_bytes=True)
-    named |= of_inner | start.gradients(dn.to(dtype), *dtotal)
-    return {f"output {i}": y for i, y in enumerate(outputs)} | named
+        gradients = output_gradients(tuple(outputs))
+        dn, named = first.backward(torch.cat(gradients[:-1], 1), dtype)
+    else:
+        inner, outer = ({f"mlp.{n}": getattr(block.mlp, n) for n in names} for names in mlp_layers(block.mlp))
+        first = Product(n.detach(), inner)
+        u = first.y.to(dtype).double().requires_grad_()
+        h = h64(u, block.mlp.activation)
+        second = Product(h.detach(), outer, of_bytes=True)
+        outputs = [second.y.to(dtype), *totals]
+        gradients = output_gradients(tuple(outputs))
+        dh, named = second.backward(gradients[0], dtype)
+        (du,) = torch.autograd.grad(h, u, dh.to(dtype).double())
+        dn, of_inner = first.backward(du, dtype, in_bytes=True)
+        named |= of_inner
+    named |= {f"output {i}": y for i, y in enumerate(outputs)}
+    if norm is None:
+        return named | {"d x": dn.to(dtype)}
+    parameters = dict(norm.named_parameters())
+    dx, *rest = torch.autograd.grad(n, [leaf, *parameters.values()], dn.to(dtype).double())
+    named["d x"] = dx = dx + gradients[-1].double()
+    if residual is not None:
+        named["d residual"] = dx
+    if block.norm.weight.requires_grad:
+        named |= {f"d norm.{name}": d for name, d in zip(parameters, rest, strict=True)}
+    return named
 
 
 def exact_unquantized(block: Block, x: Tensor, residual: Tensor | None) -> Tensors:

@@ -9,7 +9,6 @@ import json
 import re
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ GPT2 = {
     "eos_token_id": None,
 }  # fmt: skip
 # Name -> the class of transformers, config.json, and the dtype of the files.
-MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+MODELS = {
     "llama": ("LlamaForCausalLM", NARROW, torch.bfloat16),
     "llama untied": ("LlamaForCausalLM", NARROW | {"tie_word_embeddings": False}, torch.float32),
     "mistral": ("MistralForCausalLM", GLU, torch.bfloat16),
@@ -44,10 +43,10 @@ LAYOUTS = {"compressed-tensors": SCHEMES, "fp8": ("block",), "modelopt": ("stati
 RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8", "groupwise")
 
 
-def model_cases(name: str) -> dict[str, dict[str, Any]]:
+def model_cases(name: str) -> dict[str, dict]:
     """The packings of one of MODELS: name -> options of `pack`."""
     packings = [(layout, scheme) for layout, schemes in LAYOUTS.items() for scheme in schemes]
-    found: list[dict[str, Any]] = [{"layout": layout, "scheme": scheme} for layout, scheme in packings]
+    found: list[dict] = [{"layout": layout, "scheme": scheme} for layout, scheme in packings]
     for layout, schemes in LAYOUTS.items():
         cache = {} if layout == "fp8" or name == "bert" else {"kv_cache": "fp8"}
         found.append({"layout": layout, "scheme": schemes[0], "skip": ("*.1.*",), **cache})
@@ -63,17 +62,17 @@ def model_cases(name: str) -> dict[str, dict[str, Any]]:
     return named(found)
 
 
-def run_cases(name: str) -> dict[str, dict[str, Any]]:
+def run_cases(name: str) -> dict[str, dict]:
     """The packings of runs that trained one of MODELS: name -> the recipe, and options of `pack`."""
     if name == "qwen2":  # fine-tuned
         return named([{"recipe": "rowwise"}])
-    found: list[dict[str, Any]] = [{"recipe": recipe} for recipe in RECIPES]
+    found: list[dict] = [{"recipe": recipe} for recipe in RECIPES]
     found += [{"recipe": recipe, "share": True} for recipe in ("tensorwise", "delayed")]
     found.append({"recipe": "delayed", "layout": "modelopt"})
     return named(found)
 
 
-def named(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def named(found: list[dict]) -> dict[str, dict]:
     """The same cases by name; a name lists the options."""
     return {", ".join(f"{key} {value}" for key, value in how.items()): how for how in found}
 
@@ -142,7 +141,7 @@ def amplitudes(seed: str, count: int) -> Tensor:
     return torch.from_numpy(np.ldexp(1 + (raw >> 56) / 128, raw % 8 - 7).astype(np.float32))
 
 
-def random_raw(seed: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def random_raw(seed: str, shape: tuple[int, ...]) -> np.ndarray:
     """Random integers from 0 to 2^63 - 1; NumPy keeps this stream the same in every version."""
     raw = np.random.PCG64(zlib.crc32(seed.encode())).random_raw(int(np.prod(shape)))
     return (raw >> np.uint64(1)).astype(np.int64).reshape(shape)
@@ -204,7 +203,7 @@ def digest_folder(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def stable(content: Any) -> Any:
+def stable(content):
     """A JSON value without the keys that depend on the version or the machine. It also lacks the keys that `pack` did
     not write yet when the digests were made: not_linear, checksums, and of an OPT num_key_value_heads."""
     if isinstance(content, list):

@@ -4,12 +4,10 @@ In poisoned memory, elements that a kernel fails to write are not right by chanc
 """
 
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
 
 ONLY_HOPPER = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="these are Hopper's GEMMs"
@@ -28,18 +26,30 @@ def poison() -> None:
     del blocks
 
 
-def replayed(call: Callable[[], Tensor]) -> Tensor:
-    """What a CUDA graph of a call writes when it is replayed."""
+def capture(call, warm_up: int = 0) -> tuple:
+    """A graph of a call, which runs so many times before, and what its replays write."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_up):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = call()
+    return graph, result
+
+
+def replayed(call) -> torch.Tensor:
+    """What a CUDA graph of a call writes when it is replayed."""
+    graph, result = capture(call)
     result.fill_(torch.nan)
     graph.replay()
     return result
 
 
 @contextmanager
-def no_waits() -> Iterator[None]:
+def no_waits():
     """Raise an error if the host waits for the device."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")

@@ -1,7 +1,6 @@
 """Ragged groups, quantized operands for grouped GEMMs, and the product of each group in float64."""
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ def offsets_of(sizes: list[int]) -> Tensor:
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
-def results(module: Any, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
+def results(module, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
     """The output of a module of experts, and the gradients of x, the weights and both matrices."""
     leaves = (x, weight, module.gate_up_proj, module.down_proj)
     for leaf in leaves:

@@ -1,14 +1,11 @@
 """Tiny models and prompts to generate from, and an emulation of a quantized KV cache in transformers' own cache."""
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import torch
 import transformers
 from tiny_models import MODELS
 from torch import Tensor
-from transformers import DynamicCache
 
 from octavo.inference.transformers_cache import CACHE
 
@@ -17,7 +14,7 @@ MARGIN = {"fp8": 2.0, "int8": 1.25}
 DTYPES = ("bf16", "fp8", "int8")
 
 
-def model_of(name: str, **changes: Any) -> Any:
+def model_of(name: str, **changes):
     cls = getattr(transformers, MODELS[name][0])
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     sizes |= {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 128, "head_dim": 16}
@@ -32,14 +29,14 @@ def model_of(name: str, **changes: Any) -> Any:
     return model
 
 
-class Emulated(DynamicCache):
+class Emulated(transformers.DynamicCache):
     """transformers' cache with rounded keys and values. A prompt into the empty cache attends to unrounded ones."""
 
-    def __init__(self, config: Any, dtype: str, scales: list[tuple[Tensor, Tensor]] | None = None) -> None:
+    def __init__(self, config, dtype: str, scales: list[tuple[Tensor, Tensor]] | None = None) -> None:
         super().__init__(config=config)
         self.dtype, self.scales = dtype, dict(enumerate(scales or []))
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         if layer_idx not in self.scales and self.dtype != "bf16":
             self.scales[layer_idx] = tuple(self.scale(x) for x in (key_states, value_states))
         scales = self.scales.get(layer_idx, (torch.ones(1), torch.ones(1)))
@@ -70,7 +67,7 @@ def prompts(padded: bool) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def greedy(model: Any, inputs: dict[str, Tensor], cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+def greedy(model, inputs: dict[str, Tensor], cache, **settings) -> tuple[Tensor, Tensor]:
     """Generate; returns the tokens [B, T] and the logits [steps, B, V]."""
     settings = {"max_new_tokens": 16, "do_sample": False, **settings}
     out = model.generate(**inputs, **{CACHE: cache}, return_dict_in_generate=True, output_logits=True, **settings)

@@ -5,9 +5,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from patience import HANG
 from ranks import use_server
@@ -33,7 +31,7 @@ def torchrun(folder: Path, *words: str, processes: int = 2) -> "subprocess.Compl
     )
 
 
-def run_elastic(folder: Path, function: Callable[..., Any], *args: Any, processes: int = 2, restarts: int = 0) -> None:
+def run_elastic(folder: Path, function, *args, processes: int = 2, restarts: int = 0) -> None:
     """What `torchrun --standalone` does with a script, with a function of a module: its ranks start in some 50 ms.
 
     The output of a rank is in `folder`/RUN/attempt_ATTEMPT/RANK/stdout.log and stderr.log. A ChildFailedError, as

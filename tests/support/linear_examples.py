@@ -1,7 +1,5 @@
 """Converted models, and a converted linear layer and its three products."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +17,7 @@ def without_chance(name: str) -> Recipe:
     return Recipe.from_json(octavo.recipe.PRESETS[name]().to_json().replace("stochastic", "nearest"))
 
 
-def converted_model(model: Any, *recipe: Any, **options: Any) -> Any:
+def converted_model(model, *recipe, **options):
     """The model that is given, converted."""
     octavo.convert(model, *recipe, **options)
     return model

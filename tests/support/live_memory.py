@@ -3,8 +3,6 @@
 It counts what any code holds: autograd, activation checkpointing, caches, and temporary tensors of functions.
 """
 
-from typing import Any
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,13 +20,13 @@ class LiveMemory(TorchDispatchMode):
         400
     """
 
-    def __init__(self, known: Any = ()) -> None:
+    def __init__(self, known=()) -> None:
         super().__init__()
         self.known = {tensor.untyped_storage()._cdata for tensor in known}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

@@ -6,13 +6,12 @@ python live_vllm.py check FOLDER [LAYER]            `octavo.check`, and again wi
 
 import json
 import sys
-from typing import Any
 
 import torch
 import verify_with_vllm
 
 
-def logprobs(engine: Any) -> list[float]:
+def logprobs(engine) -> list[float]:
     import vllm
 
     prompt = list(range(8, 28))
@@ -22,14 +21,14 @@ def logprobs(engine: Any) -> list[float]:
     return [entry[token].logprob for entry, token in zip(result.prompt_logprobs[1:], prompt[1:], strict=True)]
 
 
-def reload(engine: Any, _: str, source: str, packed: str) -> list[Any]:
+def reload(engine, _: str, source: str, packed: str) -> list:
     """The log-probabilities of a prompt before, between and after."""
     from transformers import AutoModelForCausalLM
 
     import octavo
 
     found = [logprobs(engine)]
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     octavo.convert(model, "rowwise")
     for weights in ({"weights_iterator": octavo.rl.served_weights(model)}, {"weights_path": packed}):
         engine.collective_rpc("reload_weights", kwargs=weights)
@@ -37,13 +36,13 @@ def reload(engine: Any, _: str, source: str, packed: str) -> list[Any]:
     return found
 
 
-def check(engine: Any, folder: str, *planted: str) -> list[Any]:
+def check(engine, folder: str, *planted: str) -> list:
     """Attention returns its queries, as there is no request."""
     import octavo
 
     batch = {"input_ids": torch.arange(64), "positions": torch.arange(64) % 32}
 
-    def checked(model: Any, *without: str) -> dict[str, Any]:
+    def checked(model, *without: str) -> dict:
         for name in without:
             model.get_submodule(name).weight_scale.data.fill_(1)
         for layer in model.model.layers:
@@ -55,12 +54,12 @@ def check(engine: Any, folder: str, *planted: str) -> list[Any]:
     return [engine.apply_model(lambda model, each=each: checked(model, *each))[0] for each in [(), planted]]
 
 
-def main(name: str, folder: str, *words: str) -> list[Any]:
+def main(name: str, folder: str, *words: str) -> list:
     import vllm
     import vllm._custom_ops
 
     vllm._custom_ops._supports_onednn = name != "check"  # that packs weights in BF16 away
-    engine: Any = vllm.LLM(model=folder, dtype="bfloat16", enforce_eager=True, max_model_len=32)
+    engine = vllm.LLM(model=folder, dtype="bfloat16", enforce_eager=True, max_model_len=32)
     return {"reload": reload, "check": check}[name](engine, folder, *words)
 
 

@@ -2,19 +2,16 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def operations(call: Callable[[], object]) -> Counter[str]:
+def operations(call) -> Counter[str]:
     """How often each operation is called, by names such as "octavo::quantize"."""
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             counts[op.name()] += 1
             return op(*args, **(kwargs or {}))
 
@@ -24,9 +21,9 @@ def operations(call: Callable[[], object]) -> Counter[str]:
     return counts
 
 
-def saved_tensors(call: Callable[[], object]) -> list[Tensor]:
+def saved_tensors(call) -> list[torch.Tensor]:
     """The tensors that a call saves for the backward pass."""
-    saved: list[Tensor] = []
+    saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         call()
     return saved

@@ -5,9 +5,7 @@ computed here and by no code of Octavo's.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 Weights = dict[str, Tensor]
 
 
-def make_source(folder: Path) -> Any:
+def make_source(folder: Path):
     """A Llama in BF16, saved by transformers, whose layers are not all whole blocks."""
     return open_theirs(make_model(folder, "llama", intermediate_size=192, num_key_value_heads=2))
 
@@ -40,7 +38,7 @@ def know_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compressed-tensors quantize the keys and values of attentions, whatever transformers calls the argument.
     Its release 0.20 knows the names before transformers 5.24, and leaves keys and values alone there."""
 
-    def pass_on(module: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def pass_on(module, args: list, kwargs: dict):
         module.kv_cache.add_past_key_values(kwargs.get(CACHE))
         return args, kwargs | {CACHE: module.kv_cache}
 
@@ -103,33 +101,23 @@ def spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def published(
-    folder: Path,
-    config: dict[str, Any],
-    blocks: Callable[[int, int], tuple[int, ...]],
-    *,
-    dtype: torch.dtype = torch.float32,
-    pow2: bool = False,
-    name: str = "weight_scale",
-    beside: dict[str, Tensor] | None = None,
-    shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape,
-    change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
-    key: str = "quantization_config",
-    side_file: dict[str, Any] | None = None,
-) -> Weights:
-    """Make a folder whose weights are cast here. `config` stands in config.json under `key`; `blocks` gives the number
-    of blocks of a weight [N, K]; `dtype`, `pow2`, `name` and `shape` are of the scale; `beside` are other tensors of
-    each packed layer; `side_file` is the content of hf_quant_config.json."""
+    folder, config, grid, *, dtype=torch.float32, pow2=False, name="weight_scale", shape=lambda shape: shape,
+    beside=(), change=lambda tensors: None, key="quantization_config", side_file=None,
+):  # fmt: skip
+    """Make a folder whose weights are cast here. `config` stands in config.json under `key`; `grid` is one of GRIDS;
+    `dtype`, `pow2`, `name` and `shape` are of the scale; `beside` are other tensors of each packed layer, and `change`
+    edits all tensors; `side_file` is the content of hf_quant_config.json."""
     model = make_source(folder)
     tensors = {k: t.detach().contiguous() for k, t in model.state_dict().items()}
     weights: Weights = {}
     for layer, w in linears(model).items():
-        scale = (_block_amax(w, blocks(*w.shape)) / 448).clamp(min=1e-8)
+        scale = (_block_amax(w, GRIDS[grid](*w.shape)) / 448).clamp(min=1e-8)
         scale = (torch.exp2(scale.log2().ceil()) if pow2 else scale).to(dtype)
         full = spread(scale, tuple(w.shape))
         data = (w / full).float().clamp(-448, 448).to(E4M3)
         weights[layer] = data.double() * full
         tensors |= {f"{layer}.weight": data, f"{layer}.{name}": scale.reshape(shape(tuple(scale.shape)))}
-        tensors |= {f"{layer}.{leaf}": t.clone() for leaf, t in (beside or {}).items()}
+        tensors |= {f"{layer}.{leaf}": t.clone() for leaf, t in dict(beside).items()}
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     described = json.loads((folder / "config.json").read_text())
@@ -139,27 +127,19 @@ def published(
     return weights
 
 
-def one(n: int, k: int) -> tuple[int, ...]:
-    """One scale."""
-    return (1,)
-
-
-def channels(n: int, k: int) -> tuple[int, ...]:
-    """A scale for each output channel."""
-    return (n, 1)
-
-
-def squares(n: int, k: int) -> tuple[int, ...]:
-    """A scale for each block of 128 x 128, the last of which may be smaller."""
-    return (-(-n // 128), -(-k // 128))
-
-
+# How many scales a weight [N, K] has: one, one for each output channel, or one for each block of 128 x 128, the last of
+# which may be smaller.
+GRIDS = {
+    "one": lambda n, k: (1,),
+    "channel": lambda n, k: (n, 1),
+    "square": lambda n, k: (-(-n // 128), -(-k // 128)),
+}
 INPUT = torch.tensor(0.03125)
 _BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 
-def group(weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+def group(weights: dict, inputs: dict) -> dict:
     """The config_groups of compressed-tensors."""
     described = {"targets": ["Linear"], "weights": _BITS | weights, "input_activations": _BITS | inputs}
     return {"group_0": described | {"output_activations": None}}
@@ -172,18 +152,14 @@ OLD_BLOCKS = group(
 )
 
 
-def _attentions(names: dict[str, float]) -> Callable[[dict[str, Tensor]], None]:
-    """Add scales of a cache to every attention layer."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for i in range(2):
-            for leaf, value in names.items():
-                tensors[f"model.layers.{i}.self_attn.{leaf}"] = torch.tensor(value, dtype=torch.bfloat16)
-
-    return change
+def _attentions(names: dict[str, float]):
+    """What adds scales of a cache to every attention layer."""
+    scales = {f"{i}.self_attn.{leaf}": value for i in range(2) for leaf, value in names.items()}
+    added = {f"model.layers.{key}": torch.tensor(value, dtype=torch.bfloat16) for key, value in scales.items()}
+    return lambda tensors: tensors.update(added)
 
 
-def _ct(config_groups: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _ct(config_groups: dict, **more) -> dict:
     stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
     return stated | {"quantization_status": "compressed", "config_groups": config_groups} | more
 
@@ -192,7 +168,7 @@ _CACHE = _BITS | {"strategy": "tensor", "dynamic": False}
 _NORMS = ["lm_head", "model.norm", *(f"model.layers.{i}.input_layernorm" for i in range(2))]
 _STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 
-WRITERS: dict[str, Callable[[Path], Weights]] = {
+WRITERS = {
     "compressed-tensors FP8": lambda at: compressed_tensors(at, "FP8"),
     "compressed-tensors FP8 and cache": lambda at: compressed_tensors(at, "FP8", kv_cache=True),
     "compressed-tensors FP8_DYNAMIC": lambda at: compressed_tensors(at, "FP8_DYNAMIC"),
@@ -201,41 +177,41 @@ WRITERS: dict[str, Callable[[Path], Weights]] = {
     "compressed-tensors of 2024": lambda at: published(
         at, {"quant_method": "compressed-tensors", "format": "naive-quantized", "config_groups": OLD_BLOCKS,
              "ignore": ["re:.*lm_head"], "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
-             "global_compression_ratio": 1.2}, squares, key="compression_config", dtype=torch.float16,
+             "global_compression_ratio": 1.2}, "square", key="compression_config", dtype=torch.float16,
     ),
     "no status, no ignore, vectors": lambda at: published(
-        at, {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": CHANNEL}, channels,
+        at, {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": CHANNEL}, "channel",
         shape=lambda shape: shape[:1],
     ),
     "single numbers, outputs' scales, zero points": lambda at: published(
-        at, _ct(TENSOR), one, shape=lambda shape: (),
+        at, _ct(TENSOR), "one", shape=lambda shape: (),
         beside={"input_scale": INPUT.bfloat16().reshape(1, 1), "output_scale": INPUT,
                 "weight_zero_point": torch.zeros(1, dtype=torch.int8)},
     ),
     "cache in k_proj.output_scale": lambda at: published(
-        at, _ct(CHANNEL, kv_cache_scheme=_CACHE), channels, dtype=torch.bfloat16,
+        at, _ct(CHANNEL, kv_cache_scheme=_CACHE), "channel", dtype=torch.bfloat16,
         change=_attentions({"k_proj.output_scale": 0.0625, "v_proj.output_scale": 0.125}),
     ),
-    "DeepSeek": lambda at: published(at, BLOCKS | {"scale_fmt": "ue8m0"}, squares, pow2=True, name="weight_scale_inv"),
+    "DeepSeek": lambda at: published(at, BLOCKS | {"scale_fmt": "ue8m0"}, "square", pow2=True, name="weight_scale_inv"),
     "DeepSeek, E8M0": lambda at: published(
-        at, BLOCKS | {"scale_fmt": "ue8m0"}, squares, pow2=True, dtype=E8M0, name="weight_scale_inv"
+        at, BLOCKS | {"scale_fmt": "ue8m0"}, "square", pow2=True, dtype=E8M0, name="weight_scale_inv"
     ),
     "Qwen3": lambda at: published(
-        at, BLOCKS | {"modules_to_not_convert": _NORMS}, squares, dtype=torch.bfloat16, name="weight_scale_inv"
+        at, BLOCKS | {"modules_to_not_convert": _NORMS}, "square", dtype=torch.bfloat16, name="weight_scale_inv"
     ),
     "transformers, static": lambda at: published(
-        at, _STATIC | {"weight_block_size": None, "scale_fmt": "float", "modules_to_not_convert": ["lm_head"]}, one,
+        at, _STATIC | {"weight_block_size": None, "scale_fmt": "float", "modules_to_not_convert": ["lm_head"]}, "one",
         shape=lambda shape: (), name="weight_scale_inv", beside={"activation_scale": INPUT},
     ),
     "ModelOpt": lambda at: published(
-        at, {}, one, shape=lambda shape: (), beside={"input_scale": INPUT},
+        at, {}, "one", shape=lambda shape: (), beside={"input_scale": INPUT},
         change=_attentions({"k_proj.k_scale": 0.0625, "v_proj.v_scale": 0.125}),
         side_file={"producer": {"name": "modelopt", "version": "0.29"}, "quantization": {
             "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*router*"]}},
     ),
     "ModelOpt in config.json": lambda at: published(
         at, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head*"],
-             "kv_cache_quant_algo": None}, squares, shape=lambda shape: (shape[0], 1, shape[1], 1),
+             "kv_cache_quant_algo": None}, "square", shape=lambda shape: (shape[0], 1, shape[1], 1),
         dtype=torch.bfloat16,
     ),
 }  # fmt: skip

@@ -1,11 +1,9 @@
 """Small models, and runs of them written by hand as the trainer writes them."""
 
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +48,7 @@ def lively(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def examples() -> dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
+def examples() -> dict[str, tuple[nn.Module, dict, dict]]:
     """Name -> the model, its config.json, and the settings of its run."""
     torch.manual_seed(0)
     llama, untied = Llama(LlamaConfig(**LLAMA)), Llama(LlamaConfig(**LLAMA, tied=False))
@@ -65,7 +63,7 @@ def examples() -> dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
     }
 
 
-def write_run(path: Path, model: nn.Module, hf: dict[str, Any], /, step: int = 7, **settings: Any) -> Path:
+def write_run(path: Path, model: nn.Module, hf: dict, /, step: int = 7, **settings) -> Path:
     """A run's folder, as octavo.checkpoint.folder describes it."""
     (path / "model").mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(Config(**settings).to_dict()))
@@ -86,7 +84,7 @@ def load_float32(folder: Path) -> nn.Module:
 
 
 @contextmanager
-def small_shards(size: int) -> Iterator[None]:
+def small_shards(size: int):
     """In this block, files of tensors hold at most `size` bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("octavo.checkpoint.files.SHARD_BYTES", size)

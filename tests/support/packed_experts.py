@@ -1,8 +1,5 @@
 """Packed experts and their mathematics in float64, token by token."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from tiny_models import folder_maker, open_theirs
@@ -38,7 +35,7 @@ def packed_experts(names: tuple[str, str], device: str = "cpu") -> tuple[PackedE
     return PackedExperts(*layers).to(device), w_in, w_out
 
 
-def packed_mixtral(root: Path, scheme: str = "channel") -> tuple[Any, Path]:
+def packed_mixtral(root, scheme: str = "channel") -> tuple:
     """A Mixtral of transformers, and its folder packed with its experts."""
     make = folder_maker(root, hidden_size=256, num_attention_heads=2, num_key_value_heads=2, head_dim=128)
     layout = "fp8" if scheme == "block" else "compressed-tensors"

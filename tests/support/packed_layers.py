@@ -1,7 +1,5 @@
 """Packed layers by themselves, and the gradient of their input."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +24,7 @@ def packed_layer(scheme: str, inputs: int = INPUTS, outputs: int = OUTPUTS, seed
     return layer
 
 
-def gradients(layer: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def gradients(layer, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """The gradient of x [2, T / 2, K], and that of the dequantized weight in float64."""
     generator = torch.Generator().manual_seed(1)
     device = layer.weight.device

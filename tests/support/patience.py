@@ -2,12 +2,11 @@
 
 import subprocess
 import time
-from collections.abc import Callable
 
 HANG = 600  # seconds that no wait takes, whatever else the machine does
 
 
-def wait_for(process: "subprocess.Popen[str]", condition: Callable[[], object]) -> None:
+def wait_for(process: "subprocess.Popen[str]", condition) -> None:
     """Return when the condition holds; fail when the process ends before, or hangs."""
     end = time.monotonic() + HANG
     while not condition() and process.poll() is None and time.monotonic() < end:

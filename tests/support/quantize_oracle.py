@@ -5,13 +5,12 @@ import math
 import ml_dtypes
 import numpy as np
 import torch
-from codec_oracle import FP8, ML_DTYPES, NARROW
+from codec_oracle import FP8, ML_DTYPES
 
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.recipe import PRESETS
 
 KINDS = {name: ML_DTYPES[name] for name in FP8}
-EVERY_KIND = {name: ML_DTYPES[name] for name in NARROW}
 
 
 def casts_of_the_presets() -> list[Cast]:
@@ -51,7 +50,7 @@ def oracle_scale(x: np.ndarray, cast: Cast) -> np.ndarray:
     amax = np.empty((math.ceil(m / r), math.ceil(k / c)), np.float32)
     for i, j in np.ndindex(amax.shape):
         amax[i, j] = np.abs(x[i * r : (i + 1) * r, j * c : (j + 1) * c]).max(initial=0)
-    top, least = np.float32(ml_dtypes.finfo(EVERY_KIND[cast.format]).max), np.float32(2.0**-126)
+    top, least = np.float32(ml_dtypes.finfo(ML_DTYPES[cast.format]).max), np.float32(2.0**-126)
     if cast.scale == "e4m3":  # NVFP4
         if not amax.any():
             return np.full_like(amax, 0.125)
@@ -84,7 +83,7 @@ def oracle(x: np.ndarray, cast: Cast) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of `x`."""
     scale = oracle_scale(x, cast)
     if cast.format == "e2m1":  # held in e4m3
-        numbers = (x / expanded(scale, cast, x.shape)).astype(EVERY_KIND["e2m1"]).astype(KINDS["e4m3"])
+        numbers = (x / expanded(scale, cast, x.shape)).astype(ML_DTYPES["e2m1"]).astype(KINDS["e4m3"])
         return numbers.view(np.uint8), scale
     top = np.float32(ml_dtypes.finfo(KINDS[cast.format]).max)
     shrunk = np.clip(x * inverse(scale, cast, x.shape), -top, top)

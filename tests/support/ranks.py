@@ -4,11 +4,9 @@ import multiprocessing
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import torch
 from patience import HANG
@@ -24,7 +22,7 @@ PRELOADED = [
 ]
 
 
-def use_server() -> Any:
+def use_server():
     """The context of `multiprocessing` whose processes the server forks; with GPUs, processes that begin anew. A forked
     process cannot use CUDA once an import has initialized it in the server."""
     if torch.cuda.device_count():
@@ -34,7 +32,7 @@ def use_server() -> Any:
     return context
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(world: int, function, *args) -> list:
     """The results of `function(rank, *args)` in `world` processes, by rank.
 
     Args:
@@ -73,9 +71,9 @@ def use_gpus(rank: int) -> None:
     )  # fmt: skip
 
 
-def _results(receivers: list[Any]) -> list[Any]:
+def _results(receivers: list) -> list:
     """What each rank sent; raises at the first failure, since the other ranks may wait for that rank."""
-    results: dict[int, Any] = {}
+    results = {}
     while len(results) < len(receivers):
         waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
         ready = wait(waiting, HANG)
@@ -91,7 +89,7 @@ def _results(receivers: list[Any]) -> list[Any]:
     return [results[rank] for rank in range(len(receivers))]
 
 
-def _rank(rank: int, world: int, folder: Path, sender: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank(rank: int, world: int, folder: Path, sender, function, args) -> None:
     warnings.simplefilter("error")
     for message in (".*should not be instantiated", ".torch.jit.script", "The .grad attribute of a Tensor that is not"):
         warnings.filterwarnings("ignore", message)  # torch.compile's own

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -65,7 +64,7 @@ def watched_of(layers: int, steps: np.ndarray) -> Watched:
     return Watched(1, layers_of(layers), operands_of(steps, layers), layer_records_of(steps, layers), [])
 
 
-def write_metrics(run: Path, steps: int, *, offset: float = 0.0, **more: Any) -> None:
+def write_metrics(run: Path, steps: int, *, offset: float = 0.0, **more) -> None:
     """metrics.jsonl with the loss, the speed and the memory; `more` goes into each record."""
     random = np.random.default_rng(1)
     lines = []

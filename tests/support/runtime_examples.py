@@ -1,8 +1,6 @@
 """Decoders of `tiny_models`, trained or packed, and their outputs."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ def tokens(length: int = 21, vocabulary: int = 99) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor | None = None) -> Tensor:
+def logits(model, ids: Tensor | None = None) -> Tensor:
     return model(tokens() if ids is None else ids).logits
 
 
@@ -43,7 +41,7 @@ def layer_by_layer(model: nn.Module) -> nn.Module:
     return reference
 
 
-def static_steps(model: Any, run: Callable[..., Any]) -> Tensor:
+def static_steps(model, run) -> Tensor:
     """Logits of a prompt and of three tokens after it, with a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=16)
     ids, found = tokens(8).to(model.device), []

@@ -1,7 +1,5 @@
 """A trained model, the served one of its weights, texts that the latter generates, and logits of both."""
 
-from typing import Any
-
 import torch
 from tiny_models import open_theirs
 from torch import Tensor
@@ -39,7 +37,7 @@ def prompts(count: int, padded: bool, device: str = "cpu") -> dict[str, Tensor]:
     return {"input_ids": (ids * mask).to(device), "attention_mask": mask.to(device)}
 
 
-def answer(served: Any, given: dict[str, Tensor], piece: int | None = None) -> tuple[Tensor, Tensor]:
+def answer(served, given: dict[str, Tensor], piece: int | None = None) -> tuple[Tensor, Tensor]:
     """Texts [B, T + NEW], and the logits [B, NEW, V] of the steps, by `generate` from the cache."""
     recorder = Recorder()
     torch.manual_seed(1)
@@ -50,7 +48,7 @@ def answer(served: Any, given: dict[str, Tensor], piece: int | None = None) -> t
     return texts, torch.stack(recorder.seen, 1)
 
 
-def forward(trained: Any, texts: Tensor, mask: Tensor) -> Tensor:
+def forward(trained, texts: Tensor, mask: Tensor) -> Tensor:
     """The logits [B, NEW, V] that a training step computes for the tokens generated."""
     mask = torch.cat((mask, torch.ones_like(texts[:, mask.shape[1] :])), 1)
     return trained(input_ids=texts, attention_mask=mask).logits[:, -NEW - 1 : -1]

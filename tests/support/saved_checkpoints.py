@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-from octavo.checkpoint.folder import RunFolder
 from octavo.train.saving import CheckpointWriter, TrainState
 
 
-def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
+def save_checkpoint(run, state: TrainState, keep: int) -> Path:
     """Write the checkpoint of `state.step`, wait for it, and remove all but the newest `keep`. Every rank calls it."""
     with CheckpointWriter(run, keep) as writer:
         writer.save(state)

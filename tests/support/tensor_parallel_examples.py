@@ -1,8 +1,5 @@
 """Small models and layers that tests of tensor parallelism cut over ranks, and comparisons with one rank."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from metrics import distance
@@ -13,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import octavo
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
-Model = Any
+Model = nn.Module
 SIZES = {"width": 64, "heads": 4, "context": 32, "layers": 1}
 TRANSFORMERS = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -84,10 +81,10 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in model.named_parameters()}
 
 
-def converted(kind: str, recipe: str | None, cut: Callable[[Model], Any] | None = None, *, first: bool = True) -> Model:
+def converted(kind: str, recipe: str | None, cut=None, *, first: bool = True) -> Model:
     """A model, converted by `recipe` before (`first`) or after `cut` was called with it."""
     model = make_model(kind)
-    steps: list[Callable[[Model], Any]] = [] if recipe is None else [lambda m: octavo.convert(m, recipe)]
+    steps = [] if recipe is None else [lambda m: octavo.convert(m, recipe)]
     if cut is not None:
         steps = [*steps, cut] if first else [cut, *steps]
     for step in steps:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -46,7 +45,7 @@ SOUNDS = {
     "num_mel_bins": 16, "max_source_positions": 24, "max_target_positions": 32, "suppress_tokens": None,
     "begin_suppress_tokens": None,
 }  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "llama": ("LlamaForCausalLM", {}),
     "llama with biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 8}),
@@ -103,7 +102,7 @@ IMAGE_SIZES = {
     "patch_size": 8,
 }  # fmt: skip
 WINDOWS = {"patch_size": 4, "embed_dim": 64, "depths": [2, 2], "num_attention_heads": [2, 4], "window_size": 4}
-IMAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+IMAGE_MODELS = {
     "vit": ("ViTForImageClassification", {}),
     "vit trunk": ("ViTModel", {}),
     "dinov2": ("Dinov2ForImageClassification", {}),
@@ -116,7 +115,7 @@ TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i
 Folders = Callable[..., Path]
 
 
-def built(name: str, seed: int = 0, gain: float = 1.0, **sizes: Any) -> Any:
+def built(name: str, seed: int = 0, gain: float = 1.0, **sizes):
     """A model in float32 whose outputs are large. A layer's outputs have `gain` times the deviation of its inputs."""
     architecture, settings = (MODELS | IMAGE_MODELS)[name]
     cls = getattr(transformers, architecture)
@@ -135,7 +134,7 @@ def built(name: str, seed: int = 0, gain: float = 1.0, **sizes: Any) -> Any:
     return model
 
 
-def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
+def make_model(folder: Path, name: str, seed: int = 0, **sizes) -> Path:
     """A BF16 folder, of a model of text with a tokenizer."""
     built(name, seed, **sizes).bfloat16().save_pretrained(folder)
     if name in MODELS:
@@ -148,12 +147,12 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def folder_maker(root: Path, **sizes: Any) -> Folders:
+def folder_maker(root: Path, **sizes) -> Folders:
     """A function make: make(name) is a model of these sizes, make(name, "calibrated") its calibration,
     make(name, scheme=...) a packing. Each is made once."""
     text = write_text(root / "text.txt")
 
-    def make(name: str, what: str = "", **how: Any) -> Path:
+    def make(name: str, what: str = "", **how) -> Path:
         described = " ".join([name, what, *(f"{key}={value}" for key, value in how.items())]).strip()
         folder = root / re.sub(r"[^\w =-]", "", described)  # readers look for files in it by patterns
         if folder.exists():
@@ -171,7 +170,7 @@ def folder_maker(root: Path, **sizes: Any) -> Folders:
     return make
 
 
-def open_theirs(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+def open_theirs(folder: Path, dtype: torch.dtype | str = "auto"):
     """transformers' model of the folder. No tensor may be missing or left over."""
     cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
     model, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, local_files_only=True)
@@ -183,7 +182,7 @@ IDS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3))
 
 
 @torch.no_grad()
-def outputs(model: Any, ids: Tensor = IDS) -> Tensor:
+def outputs(model, ids: Tensor = IDS) -> Tensor:
     """The logits, or an encoder's last hidden states, in float64."""
     out = model(ids)
     if not isinstance(out, Tensor):

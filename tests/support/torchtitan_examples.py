@@ -3,11 +3,9 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("torchtitan")
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -26,7 +24,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: 
 class NoMemory:
     device_name = "cpu"
 
-    def get_peak_stats(self) -> Any:
+    def get_peak_stats(self):
         return metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
 
     def reset_peak_stats(self) -> None:
@@ -44,18 +42,18 @@ class Batches(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(self, config: Config, *, seq_len: int, local_batch_size: int, **_: Any) -> None:
+    def __init__(self, config: Config, *, seq_len: int, local_batch_size: int, **_) -> None:
         self.ids = torch.randint(256, (local_batch_size, seq_len + 1), generator=torch.Generator().manual_seed(0))
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         positions = torch.arange(self.ids.shape[1] - 1).expand(len(self.ids), -1)
         while True:
             yield {"input": self.ids[:, :-1], "positions": positions}, self.ids[:, 1:]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict) -> None:
         pass
 
 
@@ -64,13 +62,13 @@ class NoTokenizer(BaseTokenizer):
     class Config(BaseTokenizer.Config):
         pass
 
-    def __init__(self, config: Config, **_: Any) -> None:
+    def __init__(self, config: Config, **_) -> None:
         self.eos_id = 0
 
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+    def encode(self, *args, **kwargs) -> list[int]:
         return []
 
-    def decode(self, *args: Any, **kwargs: Any) -> str:
+    def decode(self, *args, **kwargs) -> str:
         return ""
 
     def get_vocab_size(self) -> int:
@@ -96,7 +94,7 @@ def make_trainer(rank=0, world=1, *, converters, model_spec=None, **changes):
     return config.build()
 
 
-def train(trainer: Any, steps: int) -> list[float]:
+def train(trainer, steps: int) -> list[float]:
     """The losses of so many steps."""
     losses: list[float] = []
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)

@@ -1,7 +1,5 @@
 """The collectives that run in a block, and the bytes that this rank gives to each."""
 
-from typing import Any
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GIVEN = {"_allgather_base_": 1, "alltoall_base_": 1, "allreduce_": 0}  # of c10d: the argument that is given
@@ -14,7 +12,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.sent: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
         functional = namespace == "_c10d_functional" and name != "wait_tensor"
         if functional or (namespace == "c10d" and name in GIVEN):

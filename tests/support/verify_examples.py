@@ -1,9 +1,7 @@
 """Folders to verify, changes to their files, and what a report must hold."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -11,16 +9,15 @@ from tiny_models import write_text
 
 from octavo.evaluation import PromptOptions
 from octavo.verification import verify
-from octavo.verification.findings import Report
 
 
-def run_verify(packed: Path, model: Path, **options: Any) -> Report:
+def run_verify(packed: Path, model: Path, **options):
     """Verify with nine prompts."""
     text = write_text(packed.parent / "prompts.txt")
     return verify(packed, model, [str(text)], prompts=PromptOptions(16, batch=4), **options)
 
 
-def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def change_json(path: Path, change) -> None:
     """Let `change` edit a JSON file, if it is there."""
     if path.is_file():
         content = json.loads(path.read_text())
@@ -28,11 +25,11 @@ def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         path.write_text(json.dumps(content))
 
 
-def change_settings(path: Path, **settings: Any) -> None:
+def change_settings(path: Path, **settings) -> None:
     change_json(path, lambda content: content.update(settings))
 
 
-def remarks(report: Report) -> list[str]:
+def remarks(report) -> list[str]:
     """The remarks, without the one that stored scales need a calibration to be judged."""
     return [remark for remark in report.remarks if "was not judged: give --calibration" not in remark]
 
@@ -44,7 +41,7 @@ def complaints(folder: Path, model: Path, calibration: Path | None = None) -> li
     return [*map(str, report.findings), *remarks(report)]
 
 
-def change_config(folder: Path, **settings: Any) -> None:
+def change_config(folder: Path, **settings) -> None:
     """Change settings in quantization_config; None removes one."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -53,7 +50,7 @@ def change_config(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-def change_tensors(folder: Path, change: Any) -> None:
+def change_tensors(folder: Path, change) -> None:
     """Let `change` edit the dictionary of tensors in place, as a fault of their writer: checksums, which would find any
     change, are removed."""
     path = folder / "model.safetensors"

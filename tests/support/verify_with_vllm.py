@@ -7,7 +7,6 @@ what stays in BF16 is its own.
 """
 
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class Experts:
         def is_monolithic() -> bool:
             return False
 
-    def __init__(self, moe_quant_config: dict[str, Any], **_: Any) -> None:
+    def __init__(self, moe_quant_config: dict, **_) -> None:
         self.config = moe_quant_config
         self.prepare_finalize = self.fused_experts = self
 
@@ -44,7 +43,7 @@ class Experts:
     def output_is_reduced(self) -> bool:
         return False
 
-    def apply(self, x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, index: Tensor, **_: Any) -> Tensor:
+    def apply(self, x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, index: Tensor, **_) -> Tensor:
         out = torch.zeros(x.shape)
         for e in index.unique().tolist():
             token, slot = (index == e).nonzero(as_tuple=True)
@@ -65,7 +64,7 @@ class Experts:
         return rounded @ (w.float() * scale).t()
 
 
-def unconverted(w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor, **_: Any) -> tuple[Tensor, ...]:
+def unconverted(w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor, **_) -> tuple[Tensor, ...]:
     return w13, w2, w13_scale, w2_scale
 
 

@@ -6,7 +6,6 @@ from linear_examples import converted_model
 from torch import nn
 
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
-from octavo.recipe import Recipe
 from octavo.watching.storage import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
 
 
@@ -32,7 +31,7 @@ def event(step: int, value: float | None = 0.5) -> Event:
     return Event(step, "saturation_spike", "blocks.0.up", "x", value, 0.01, f"at step {step} many numbers saturated")
 
 
-def one_layer(recipe: str | Recipe = "rowwise") -> nn.Sequential:
+def one_layer(recipe="rowwise") -> nn.Sequential:
     torch.manual_seed(0)
     return converted_model(nn.Sequential(nn.Linear(80, 64, bias=False)), recipe)
 

@@ -1,21 +1,19 @@
 """The numbers of a watch in numpy float64 and ml_dtypes."""
 
 import math
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from quantize_oracle import EVERY_KIND, expanded, oracle_scale
+from codec_oracle import ML_DTYPES
+from quantize_oracle import expanded, oracle_scale
 
-from octavo.numerics import Cast
-
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 BY_OPERAND = ("amax", "rms", "scale", "smallest_scale", "saturated", "flushed", "sqnr", "kurtosis", "crest")
 
 
-def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> dict[str, float]:
+def describe(x: Array, cast=None, scale: Array | None = None) -> dict[str, float]:
     """The fields of a record of a finite matrix x, float32, which `cast` quantizes, by its own scale or a known one."""
     wide = x.astype(np.float64)
     amax, rms = np.abs(wide).max(), math.sqrt((wide**2).mean())
@@ -28,7 +26,7 @@ def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> 
         return found
     blocks = oracle_scale(x, cast) if scale is None else scale
     each = expanded(blocks, cast, x.shape).astype(np.float64)
-    kind = EVERY_KIND[cast.format]
+    kind = ML_DTYPES[cast.format]
     largest = float(ml_dtypes.finfo(kind).max)
     numbers = np.clip(x * (1 / each.astype(np.float32)), -largest, largest).astype(kind).astype(np.float64)
     return found | {
@@ -39,7 +37,7 @@ def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> 
     }  # fmt: skip
 
 
-def check(found: Any, expected: dict[str, float]) -> None:
+def check(found, expected: dict[str, float]) -> None:
     """A record has these numbers."""
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
