@@ -240,11 +240,8 @@ def kept(model: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype]]:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(x)
     matrices = [t for t in saved if not isinstance(t, GatheredWeight) and t.ndim == 2 and min(t.shape) > 1]
-    return [
-        (tuple(t.shape), t.dtype)
-        for t in matrices
-        if x.shape[0] not in t.shape and t.untyped_storage().nbytes() and t.shape[0] >= WIDTH
-    ]
+    others = [t for t in matrices if x.shape[0] not in t.shape and t.shape[0] >= WIDTH]
+    return [(tuple(t.shape), t.dtype) for t in others if t.untyped_storage().nbytes()]
 
 
 def of_recipe(recipe: str, *, gather: bool = True, compiled: bool = False) -> nn.Module:

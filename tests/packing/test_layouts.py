@@ -32,9 +32,8 @@ from octavo.verification import layer_spec, verify
 @pytest.mark.parametrize("cache", [None, "fp8"])
 @pytest.mark.parametrize("scheme", ["static", "channel", "block"])
 def test_there_and_back_again_changes_no_bit(made, tmp_path, scheme, cache):
-    plain, packed = (
-        made("llama", scheme=scheme, layout=name, kv_cache=cache) for name in ("compressed-tensors", "modelopt")
-    )
+    layouts = "compressed-tensors", "modelopt"
+    plain, packed = (made("llama", scheme=scheme, layout=name, kv_cache=cache) for name in layouts)
     assert convert_layout(plain, tmp_path / "there", layout="modelopt").lossless
     assert convert_layout(tmp_path / "there", tmp_path / "back").lossless
     assert same_bytes(tmp_path / "there", packed)

@@ -75,11 +75,8 @@ def test_damaged_lines_of_events_and_a_cut_record_of_the_watch_are_left_out(tmp_
 
 
 def test_inf_and_nan_are_gaps_and_are_named(tmp_path):
-    lines = [
-        {"step": 1, "loss": 2.0},
-        {"step": 2, "loss": None},
-        {"step": 3, "loss": math.nan, "gradient_norm": math.inf},
-    ]
+    last = {"step": 3, "loss": math.nan, "gradient_norm": math.inf}
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, last]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run,) = read_runs([tmp_path])
     assert run.series["loss"].wrong_steps == [2, 3]
@@ -146,9 +143,8 @@ def test_the_trainer_of_hugging_face(tmp_path):
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     (run,) = read_runs([tmp_path])
     assert run.last_step == 10
-    assert {key: series.last for key, series in run.series.items()} == {
-        "loss": 1.5, "gradient_norm": 0.5, "evaluation_loss": 1.75,
-    }  # fmt: skip
+    last = {key: series.last for key, series in run.series.items()}
+    assert last == {"loss": 1.5, "gradient_norm": 0.5, "evaluation_loss": 1.75}
     (tmp_path / "trainer_state.json").write_text("{}")
     with pytest.raises(ArtifactError, match="trainer_state.json must have a list log_history of objects"):
         read_runs([tmp_path])

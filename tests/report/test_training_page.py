@@ -31,10 +31,8 @@ def test_a_long_line_keeps_its_extremes_and_gaps() -> None:
     assert len(steps) == len(thinned) <= 4000
     assert steps == sorted(set(steps))
     assert [thinned[steps.index(step)] for step in (12_345, 70_001, 50_000)] == [99.0, -99.0, None]
-    assert thin(Series(np.array([1, 5]), np.array([2e9, np.nan])), 1e-9) == (
-        [1, 5],
-        [2.0, None],
-    )  # a short one is whole
+    short = Series(np.array([1, 5]), np.array([2e9, np.nan]))
+    assert thin(short, 1e-9) == ([1, 5], [2.0, None])  # it is whole
 
 
 def test_the_lines_of_runs(tmp_path: Path) -> None:
@@ -43,20 +41,17 @@ def test_the_lines_of_runs(tmp_path: Path) -> None:
     page = page_of_runs(read_runs([tmp_path / "a", tmp_path / "b"])).html()
     charts = {chart["id"]: chart for chart in data_of(page)["charts"]}
     loss = [(line["name"], line["colour"], line["dashed"], len(line["x"])) for line in charts["loss"]["lines"]]
-    assert loss == [
-        ("a", 0, False, 10), ("a evaluation", 0, True, 1), ("b", 1, False, 20), ("b evaluation", 1, True, 2),
-    ]  # fmt: skip
+    expected = [("a", 0, False, 10), ("a evaluation", 0, True, 1), ("b", 1, False, 20), ("b evaluation", 1, True, 2)]
+    assert loss == expected
     assert charts["memory"]["lines"][0]["y"][0] == 41.0
     assert "<h2>Events" not in page
     assert 'id="heat"' not in page
 
 
 def test_many_events_are_cut_and_counted(tmp_path: Path) -> None:
-    events = [
-        Event(step, "loss_spike", None, None, 9.0, 1.0, f"<i>the loss of {step}", "rollback") for step in range(1500)
-    ]
     watched = watched_of(4, np.arange(3))
-    watched.events.extend(events)
+    for step in range(1500):
+        watched.events.append(Event(step, "loss_spike", None, None, 9.0, 1.0, f"<i>the loss of {step}", "rollback"))
     page = page_of_runs([RunData(tmp_path, "run", {}, {}, watched=watched)]).html()
     assert "The last 1000 of 1500 events." in page
     assert page.count("&lt;i&gt;the loss of") == 1000 + 1  # and the first of its kind
@@ -66,9 +61,8 @@ def test_many_events_are_cut_and_counted(tmp_path: Path) -> None:
 def test_events_come_first_with_a_row_for_each_kind(tmp_path: Path) -> None:
     found = [("underflow", "dy", 10 * n, f"layer {n % 2}") for n in range(1, 6)] + [("saturation", "x", 7, "layer 3")]
     watched = watched_of(4, np.arange(3))
-    watched.events.extend(
-        Event(step, rule, layer, operand, 9.0, 1.0, "why", None) for rule, operand, step, layer in found
-    )
+    for rule, operand, step, layer in found:
+        watched.events.append(Event(step, rule, layer, operand, 9.0, 1.0, "why", None))
     page = page_of_runs([RunData(tmp_path, "run", {}, {}, watched=watched)]).html()
     rows = re.findall(r"<tr><td>(.*?)</td></tr>", page.split("<h2>Events</h2>")[1].split("</table>")[0])
     assert [row.split("</td><td>") for row in rows] == [
@@ -209,9 +203,8 @@ def test_the_policy_allows_exactly_what_the_page_holds():
 
 def test_texts_cannot_leave_their_place():
     html = example().html()
-    assert data_of(html)["charts"][0]["lines"][0] == {
-        "name": "</script><b>", "x": [1, 2], "y": [0.5, None], "colour": 0, "dashed": False,
-    }  # fmt: skip
+    line = {"name": "</script><b>", "x": [1, 2], "y": [0.5, None], "colour": 0, "dashed": False}
+    assert data_of(html)["charts"][0]["lines"][0] == line
     assert "<title>a &lt;b&gt;title&lt;/b&gt;</title>" in html
     assert "<script>alert" not in table(("a<",), [("<script>alert(1)</script>",)], places=[place("r", '"><i>', 3)])
     assert "<i>" not in table(("a",), [("b",)], title="<i>", remark="<i>", places=[place("r", '"><i>', 3)])

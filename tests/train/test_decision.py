@@ -90,9 +90,8 @@ def test_runs_are_grouped_by_settings_and_paired_by_seed_and_branch(run):
         run(5, 4, 3, 2.01, disturb=0.002),
     ]  # fmt: skip
     base, rowwise, twin = group_runs(runs)
-    assert [(group.name, group.twin, len(group.runs)) for group in (base, rowwise, twin)] == [
-        ("bf16", False, 3), ("rowwise", False, 2), ("twin", True, 1),
-    ]  # fmt: skip
+    groups = [(group.name, group.twin, len(group.runs)) for group in (base, rowwise, twin)]
+    assert groups == [("bf16", False, 3), ("rowwise", False, 2), ("twin", True, 1)]
     assert gaps_of(rowwise, base) == pytest.approx([0.1, 0.05])
     assert gaps_of(twin, base) == pytest.approx([0.01 / 9])
     assert slope_of(base) == pytest.approx(statistics.fmean([2 / 2, 2 / 3, 0]) / 20)

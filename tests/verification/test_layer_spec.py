@@ -83,10 +83,7 @@ def test_a_quantization_without_a_name_is_described() -> None:
 
 def test_targets_by_name_come_before_patterns_and_classes() -> None:
     named = ((["Linear"], "tensor"), (["re:.*q_proj", "re:.*gate"], "channel"), (["a.gate"], "tensor"))
-    groups = {
-        str(i): {"targets": targets, "weights": EIGHT | {"strategy": strategy}}
-        for i, (targets, strategy) in enumerate(named)
-    }
+    groups = {str(i): {"targets": t, "weights": EIGHT | {"strategy": s}} for i, (t, s) in enumerate(named)}
     specs, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
     assert [spec and spec.rows for spec in specs.values()] == [1, 0, None]
     assert unused == ["gone"]
@@ -178,9 +175,8 @@ def test_scales_that_transformers_does_not_use(made: Folders, monkeypatch: pytes
 
 
 def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path) -> None:
-    ours, modelopt = (
-        made("llama", scheme="static", layout=layout, kv_cache="fp8") for layout in ("compressed-tensors", "modelopt")
-    )
+    layouts = "compressed-tensors", "modelopt"
+    ours, modelopt = (made("llama", scheme="static", layout=layout, kv_cache="fp8") for layout in layouts)
     scales = cache_scales(read_files(ours))
     assert list(scales) == [f"model.layers.{layer}.self_attn" for layer in range(2)]
     assert cache_scales(read_files(modelopt)) == scales

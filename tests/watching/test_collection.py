@@ -247,9 +247,8 @@ def test_attention_and_convolutions_are_watched():
         watch.read_gradients()
         watch.step()
         sample, described = watch.latest(), {layer.name: layer for layer in watch.layers}
-    assert {name: layer.shape for name, layer in described.items()} == {
-        "attention": (48, 16), "attention.out_proj": (16, 16), "patches": (16, 384),
-    }  # fmt: skip
+    shapes = {name: layer.shape for name, layer in described.items()}
+    assert shapes == {"attention": (48, 16), "attention.out_proj": (16, 16), "patches": (16, 384)}
     assert all(layer.gemms["y"].precision == "fp8" for layer in described.values())
     assert len(sample.layer_records) == 3
     weight = next(r for r in sample.operands if (r["layer"], r["operand"]) == (list(described).index("patches"), 1))
