@@ -53,9 +53,8 @@ def test_the_trainer_runs_in_fp8_and_saves_the_plain_model(made: Folders, tmp_pa
 
 @pytest.mark.slow
 def test_scales_are_updated_after_each_step_and_resume(made: Folders, tmp_path: Path) -> None:
-    whole = make_trainer(
-        converted(made("llama"), "delayed"), tmp_path / "whole", max_steps=3, save_steps=2, save_strategy="steps"
-    )
+    saving = {"save_steps": 2, "save_strategy": "steps"}
+    whole = make_trainer(converted(made("llama"), "delayed"), tmp_path / "whole", max_steps=3, **saving)
     whole.train()
     scales = octavo.scales.scale_state(whole.model)
     assert {int(t) for name, t in scales.items() if name.endswith(".steps")} == {3}
