@@ -418,10 +418,8 @@ def test_weights_that_are_filled_are_not_initialized_again(made: Folders) -> Non
     assert torch.equal(embedding.weight, torch.ones_like(embedding.weight))
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).unlink()
+def test_a_folder_without_a_tokenizer(made: Folders, tmp_path: Path) -> None:
+    model = shutil.copytree(made("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
     pack(model, tmp_path / "out")
     report = verify(tmp_path / "out", model)
     check_agreement(report)
