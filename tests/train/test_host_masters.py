@@ -15,7 +15,6 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.processes import Degrees, check_parallel, collect_between_steps
 from octavo.watching.storage import read_watch
 
-pytestmark = pytest.mark.usefixtures("slow_copies")
 HOST = {"optimizer": {"masters": "host"}}
 RUNS = [
     {"recipe": "bf16"},
@@ -30,8 +29,8 @@ RUNS = [
 ]
 
 
-@pytest.fixture
-def slow_copies(monkeypatch):
+@pytest.fixture(autouse=True)
+def _slow_copies(monkeypatch):
     """Gradients are taken as on their way until somebody waits, as those of a GPU are."""
     monkeypatch.setattr(torch.cpu.Event, "query", lambda event: False)
 
