@@ -32,15 +32,11 @@ def terminal(monkeypatch):
 
 def test_in_a_pipe_nothing_is_cut_and_numbers_are_aligned_on_their_right(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    rows = [
-        {"tensor": LONG, "empty": "", "why": WORDS, "MB": "1.00", "gap": "+1.5%"},
-        {"tensor": "b", "MB": "22.00", "gap": ""},
-    ]
-    print_rows(rows, prose=("why",))
+    first = {"tensor": LONG, "empty": "", "why": WORDS, "MB": "1.00", "gap": "+1.5%"}
+    print_rows([first, {"tensor": "b", "MB": "22.00", "gap": ""}], prose=("why",))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [
-        ["tensor", "why", "MB", "gap"], [LONG, *WORDS.split(), "1.00", "+1.5%"], ["b", "22.00"],
-    ]  # fmt: skip
+    expected = [["tensor", "why", "MB", "gap"], [LONG, *WORDS.split(), "1.00", "+1.5%"], ["b", "22.00"]]
+    assert [line.split() for line in lines] == expected
     ends = {line.index(end) + len(end) for line, end in zip(lines, ("MB", "1.00", "22.00"), strict=True)}
     assert ends == {lines[1].index("1.00") + 4}
 
