@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from linear_examples import converted_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -110,8 +111,7 @@ def encoder():
 
 
 def test_recomputation_repeats_the_forward_pass_of_the_block():
-    model = encoder()
-    octavo.convert(model, "rowwise")
+    model = converted_model(encoder(), "rowwise")
     plain = octavo.dtype_flow(model, torch.randn(2, 4, 32))
     for layer in model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -153,8 +153,7 @@ class Experts(nn.Module):
 
 
 def test_a_stack_of_experts_is_named():
-    model = nn.Sequential(nn.Linear(8, 8), Experts())
-    octavo.convert(model, "tensorwise")
+    model = converted_model(nn.Sequential(nn.Linear(8, 8), Experts()), "tensorwise")
     flow = octavo.dtype_flow(model, torch.randn(16, 8))
     assert [(each.module, each.what) for each in flow.left_out] == [("1", "3-D weight")]
     assert flow.left_out[0].share == pytest.approx(12 / 14)  # y, dx, dw of four; y and dw of the first layer
@@ -169,8 +168,7 @@ def test_experts_that_convert_knows_are_said_to_run_in_fp8_once_converted():
 
 
 def test_the_model_stays_as_it_is():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    octavo.convert(model, "delayed")
+    model = converted_model(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "delayed")
     before = {name: t.clone() for name, t in model.state_dict().items()}
     scales = octavo.scales.scale_state(model)
     octavo.dtype_flow(model, torch.randn(4, 8))
@@ -242,8 +240,7 @@ def llama():
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=300)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    octavo.convert(model, "rowwise", device="cpu")
-    return model.train()
+    return converted_model(model, "rowwise", device="cpu").train()
 
 
 def test_a_llama_of_transformers(llama):
@@ -266,8 +263,7 @@ def test_its_reentrant_checkpointing_recomputes_the_blocks(llama):
 
 
 def test_a_vision_transformer():
-    config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
-    model = transformers.ViTForImageClassification(config)
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, image_size=32, patch_size=8))
     octavo.convert(model, "tensorwise", skip=["*.projection"])
     flow = octavo.dtype_flow(model, torch.randn(2, 3, 32, 32))
     assert {each.what for each in flow.left_out} == {"convolution", "attention", "linear layer"}

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from linear_examples import converted_model
 from safetensors.torch import load_file, save_file
 from tiny_models import IMAGE_MODELS, MODELS, built, open_theirs, same_bits
 from torch import nn
@@ -170,8 +171,7 @@ def test_a_scale_that_is_another_than_the_folders(made):
 
 
 def test_weights_cast_once_that_went_stale():
-    model = built("llama").bfloat16().train()
-    octavo.convert(model)
+    model = converted_model(built("llama").bfloat16().train())
     with octavo.scales.cast_once(model):
         octavo.check(model)
         nn.init.normal_(model.model.layers[0].mlp.down_proj.weight.data)  # autograd counts no new version
@@ -284,8 +284,7 @@ def test_a_tied_head_is_compared_under_its_other_name(made):
 
 @pytest.mark.parametrize("recipe", octavo.recipe.PRESETS)
 def test_a_sound_model_of_ours(recipe):
-    model = built("llama").bfloat16().train()
-    octavo.convert(model, recipe)
+    model = converted_model(built("llama").bfloat16().train(), recipe)
     assert octavo.check(model).ok
     assert "dx of 15" in octavo.check(model).verdict
 
