@@ -53,11 +53,11 @@ DOCUMENTED = [
 ]
 
 
-def dtypes(flow, phase="forward"):
-    """Operation -> the dtypes that it computes in, without casts and copies."""
+def dtypes(flow):
+    """Operation of the forward pass -> the dtypes that it computes in, without casts and copies."""
     found = {}
     for each in flow.operations:
-        if each.phase == phase and each.kind not in ("cast", "copy"):
+        if each.phase == "forward" and each.kind not in ("cast", "copy"):
             found.setdefault(each.name, set()).add(each.computes_in)
     return found
 

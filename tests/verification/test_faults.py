@@ -430,21 +430,15 @@ def test_rows_of_any_size_fit_their_scales(models: Models, tmp_path: Path, optio
         assert verify(tmp_path / scheme).findings == []
 
 
-class Evil:
-    """Its pickle makes a directory when it is loaded."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
-
-
 def test_a_pickle_is_never_loaded(models: Models, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
     folder, model, _ = models("channel")
     bad = shutil.copytree(folder, tmp_path / "bad")
     (bad / SINGLE).unlink()
-    (bad / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(tmp_path / "harm"))))
+    (bad / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
     found = verify(bad, model).findings
     assert "pytorch_model.bin: is a pickle, which can run code, and was not opened" in str(found[0])
     assert not (tmp_path / "harm").exists()
