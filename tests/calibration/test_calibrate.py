@@ -24,7 +24,6 @@ from octavo.checkpoint.folder import LockedError, WriteError, locked_folder
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.hf import block_by_block
-from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.models import MixtureConfig, build
 from octavo.nn import select_linears
 from octavo.packing import PackOptions, pack, pack_frozen
@@ -127,8 +126,7 @@ def test_older_names_of_norms(tmp_path, data):
     folder = write_model(tmp_path / "bert", "bert")
     expected = calibrate(folder, data, tmp_path / "expected", prompts=PROMPTS)
     tensors = load_file(folder / "model.safetensors")
-    older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    for new, old in older.items():
+    for new, old in {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}.items():
         tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     assert same(calibrate(folder, data, tmp_path / "out", prompts=PROMPTS), expected)
@@ -422,7 +420,6 @@ def test_a_mixture_with_a_shared_expert(tmp_path, data):
     assert len(scales) == 2 * 4 * 3
     assert all(t.shape == (1,) and float(t) > 0 and bool(t.isfinite()) for t in scales.values())
     stack = octavo.load(report.folder).model.layers[1].mlp.experts.down_proj
-    assert isinstance(stack, PackedGroupedLinear)
     down = [scales[f"model.layers.1.mlp.experts.{e}.down_proj.input_scale"] for e in range(4)]
     assert torch.equal(stack.input_scale, torch.cat(down))
     assert verify(report.folder, run).ok
