@@ -2,14 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 
-def test_the_cells_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cells_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     notebook = json.loads((Path(__file__).parents[2] / "examples" / "first_steps.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(cells):

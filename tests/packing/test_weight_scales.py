@@ -27,7 +27,6 @@ from octavo.nn import Linear
 from octavo.numerics import TENSOR, Cast, History, group
 from octavo.ops import quantize
 from octavo.packing import pack, scale_search
-from octavo.packing.packer import PackReport
 from octavo.recipe import delayed
 from octavo.scales import update_scales
 from octavo.train.optimizer import first_state
@@ -184,7 +183,7 @@ def packing(source, tmp_path_factory):
     root = tmp_path_factory.mktemp("packed")
 
     @cache
-    def make(scheme: str, weights: str, pow2: bool) -> PackReport:
+    def make(scheme, weights, pow2):
         return pack(source, root / f"{scheme} {weights} {pow2}", scheme=scheme, weights=weights, pow2=pow2)
 
     return make
