@@ -108,11 +108,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def copy_of(packed: dict[str, Any], tmp_path: Path) -> Callable[[str], Path]:
     """A copy of a packed folder, to be changed."""
-
-    def copy(name: str) -> Path:
-        return shutil.copytree(packed[name].packed, tmp_path / name)
-
-    return copy
+    return lambda name: shutil.copytree(packed[name].packed, tmp_path / name)
 
 
 @pytest.fixture(params=["llama", "llama untied", "gpt2", "qwen2"])

@@ -247,13 +247,11 @@ def by_hand(x: Tensor, weight: Any, scheme: Any) -> Tensor:
 # ---- A budget measured on a GPU, by its FP8 GEMMs, against the same on the CPU
 
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["channel", "tensor"])
 def test_a_gpu_measures_what_a_cpu_does(tmp_path, scheme):
-    source = write_model(tmp_path / "llama", "llama", **SIZES)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    source = write_model(tmp_path / "llama", "llama", **sizes)
     data = write_data(tmp_path / "data.jsonl")
     options = PackOptions(scheme=scheme)
     _, free = pack_within(source, tmp_path / "free", [Budget("kl", 99)], data, options, prompts=MANY)
