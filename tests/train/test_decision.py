@@ -40,8 +40,7 @@ def test_the_interval_is_students_with_its_part_of_the_five_percent():
     for count in (3, 4, 10, 50):
         t = scipy.stats.t.ppf(1 - 0.05 / (count * (count - 1)), count - 1)
         assert half_width(count, 0.001) == pytest.approx(t * 0.001 / math.sqrt(count), rel=1e-6)
-    spent = sum(0.05 * 2 / (n * (n - 1)) for n in range(3, 100_000))
-    assert spent == pytest.approx(0.05, rel=1e-4)
+    assert sum(0.05 * 2 / (n * (n - 1)) for n in range(3, 100_000)) == pytest.approx(0.05, rel=1e-4)
 
 
 @pytest.mark.parametrize(
