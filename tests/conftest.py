@@ -1,7 +1,5 @@
 """Shared by all tests: those marked gpu need a device, and every test starts from the same seed."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -12,14 +10,10 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from packed_examples import Example
-    from tiny_models import Folders
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the processes share the cores; with a thread for each core in each they are far slower
@@ -88,7 +82,7 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The models of `tiny_models`, their calibrations and packings, made when they are asked for. Not to be changed."""
     from tiny_models import folder_maker
 
@@ -96,7 +90,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="session")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Example]:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every example of `packed_examples`, packed once. A test that changes a folder copies it first (`copy_of`)."""
     from packed_examples import Example, examples, write_run
 
@@ -112,17 +106,13 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Example]:
 
 
 @pytest.fixture
-def copy_of(packed: dict[str, Example], tmp_path: Path) -> Callable[[str], Path]:
+def copy_of(packed: dict[str, Any], tmp_path: Path) -> Callable[[str], Path]:
     """A copy of a packed folder, to be changed."""
-
-    def copy(name: str) -> Path:
-        return shutil.copytree(packed[name].packed, tmp_path / name)
-
-    return copy
+    return lambda name: shutil.copytree(packed[name].packed, tmp_path / name)
 
 
 @pytest.fixture(params=["llama", "llama untied", "gpt2", "qwen2"])
-def example(request: pytest.FixtureRequest, packed: dict[str, Example]) -> Example:
+def example(request: pytest.FixtureRequest, packed: dict[str, Any]) -> Any:
     return packed[request.param]
 
 

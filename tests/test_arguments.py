@@ -136,9 +136,8 @@ def test_a_report_is_data():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     report = octavo.convert(model, skip=["1"])
     found = json.loads(json.dumps(report.to_dict()))
-    assert [(row["name"], row["shape"], row["reason"] == "") for row in found["layers"]] == [
-        ("0", [8, 8], True), ("1", [4, 8], False),
-    ]  # fmt: skip
+    rows = [(row["name"], row["shape"], row["reason"] == "") for row in found["layers"]]
+    assert rows == [("0", [8, 8], True), ("1", [4, 8], False)]
     assert found["recipe"] == octavo.recipe.PRESETS["rowwise"]().to_dict()
     assert found["backends"]["y"]["name"] == report.backends["y"].name
     assert found["coverage"]["parameters"] == report.coverage.parameters

@@ -9,26 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from octavo import recipe as recipes
 from octavo.nn import convert
 from octavo.numerics import ROW, TENSOR, Cast, History, block, group
-from octavo.recipe import (
-    PRESETS,
-    ROW_W,
-    ROW_X,
-    Gemm,
-    Recipe,
-    bf16,
-    delayed,
-    fnuz,
-    get_recipe,
-    groupwise,
-    rowwise,
-    rowwise_dw_bf16,
-    rowwise_forward,
-    similar_preset,
-    tensorwise,
-    tensorwise_rotated,
-)
+from octavo.recipe import PRESETS, Gemm, Recipe, delayed, get_recipe, groupwise, rowwise, rowwise_forward
 from octavo.train.config import Config
 from octavo.train.model import chosen_recipe
 from octavo_cli import doctor
@@ -77,9 +61,9 @@ def test_the_casts_of_a_preset(name):
 
 
 def test_presets_that_follow_others_and_presets_with_settings():
-    assert tensorwise_rotated() == replace(tensorwise(), name="tensorwise_rotated", rotate=("y",))
+    assert recipes.tensorwise_rotated() == replace(recipes.tensorwise(), name="tensorwise_rotated", rotate=("y",))
     dx = replace(rowwise().dx, a=replace(rowwise().dy, scale="fp32"))  # only dw asks for powers of two
-    assert rowwise_dw_bf16() == replace(rowwise(), name="rowwise_dw_bf16", dx=dx, dw=None)
+    assert recipes.rowwise_dw_bf16() == replace(rowwise(), name="rowwise_dw_bf16", dx=dx, dw=None)
     assert rowwise_forward() == replace(rowwise(), name="rowwise_forward", dx=None, dw=None, exact_backward=True)
     assert not rowwise_forward().in_bf16("y").exact_backward
     history = History(16, "ema")
@@ -175,18 +159,17 @@ def test_json_says_what_the_recipe_says():
         "dw": {"dy": gradient, "x": row | {"relative_floor": 0.0}, "fast_accumulation": False},
     }
     history = json.loads(CUSTOM.to_json())["dx"]["dy"]["history"]
-    assert history == {
-        "length": 16, "rule": "percentile", "percentile": 99.5, "beta": 0.5, "margin": 1.5, "interval": 4,
-    }  # fmt: skip
+    expected = {"length": 16, "rule": "percentile", "percentile": 99.5, "beta": 0.5, "margin": 1.5, "interval": 4}
+    assert history == expected
     assert json.loads(CUSTOM.to_json())["dw"] is None
 
 
 def test_json_of_earlier_versions_is_read():
     """They had no `emulate`, wrote a GEMM in BF16 as one without operands, and rotated y or nothing."""
-    fields = json.loads(rowwise_dw_bf16().to_json()) | {"dw": {"fast_accumulation": False}}
+    fields = json.loads(recipes.rowwise_dw_bf16().to_json()) | {"dw": {"fast_accumulation": False}}
     del fields["emulate"]
-    assert Recipe.from_json(json.dumps(fields | {"rotate": False})) == rowwise_dw_bf16()
-    assert Recipe.from_json(json.dumps(fields | {"rotate": True})) == replace(rowwise_dw_bf16(), rotate=("y",))
+    assert Recipe.from_json(json.dumps(fields | {"rotate": False})) == recipes.rowwise_dw_bf16()
+    assert Recipe.from_json(json.dumps(fields | {"rotate": True})) == replace(recipes.rowwise_dw_bf16(), rotate=("y",))
 
 
 def test_equal_recipes_hash_alike_and_are_frozen():
@@ -210,9 +193,9 @@ def test_a_rotated_gradient_is_quantized_again():
     assert (rotated.quantizes_x_once, rotated.quantizes_w_once) == (False, True)
     assert (dx.quantizes_x_once, dx.quantizes_w_once) == (True, False)
     assert (y.quantizes_x_once, y.quantizes_w_once) == (True, True)
-    uneven = replace(rotated, dw=Gemm(Cast("e5m2", TENSOR), Cast(granularity=group(32))))
-    assert uneven.dw.b.granularity == group(32)
-    assert replace(rotated, dw=Gemm(ROW_X, ROW_X)).dw.a == ROW_X  # no scale is folded: any may be float32
+    assert replace(rotated, dw=Gemm(Cast("e5m2", TENSOR), Cast(granularity=group(32)))).dw.b.granularity == group(32)
+    x = recipes.ROW_X
+    assert replace(rotated, dw=Gemm(x, x)).dw.a == x  # no scale is folded: any may be float32
 
 
 # ---- by name
@@ -228,9 +211,9 @@ def test_recipes_by_name():
 
 
 def test_fnuz_changes_the_formats_and_nothing_else():
-    turned = fnuz(rowwise_dw_bf16("e5m2"))
+    turned = recipes.fnuz(recipes.rowwise_dw_bf16("e5m2"))
     assert turned.name == "rowwise_dw_bf16_fnuz"
-    w = replace(ROW_W, format="e4m3fnuz")
+    w = replace(recipes.ROW_W, format="e4m3fnuz")
     assert casts(turned) == [(Cast("e4m3fnuz"), w), (Cast("e5m2fnuz"), w), None]
     assert turned.y.fast_accumulation
     assert Recipe.from_json(turned.to_json()) == turned
@@ -240,6 +223,7 @@ def test_fnuz_changes_the_formats_and_nothing_else():
 
 
 POW2_ROW, ANY_TENSOR = Cast(scale="pow2"), Cast(granularity=TENSOR)
+POW2_TENSOR = replace(ANY_TENSOR, scale="pow2")
 HISTORY_DX = Gemm(Cast("e5m2", TENSOR, history=History()), Cast())
 ROW_SCALED = {"y": Gemm(Cast(), Cast()), "dx": Gemm(POW2_ROW, Cast()), "dw": Gemm(POW2_ROW, Cast())}
 DW = "recipe odd: a row-scaled dw takes the casts of x in y and of dy in dx"
@@ -260,10 +244,7 @@ REFUSED = [
     (lambda: Cast("e4m3", "row"), r"granularity must be a Granularity, got 'row' \(str\): give ROW"),
     (lambda: Gemm("e4m3", Cast()), r"got 'e4m3' \(str\) for a: give a Cast, such as Cast\('e4m3'\)"),
     (lambda: Gemm(Cast(), "e4m3"), r"got 'e4m3' \(str\) for b: give a Cast"),
-    (
-        lambda: replace(rowwise(), exact_backward=True),
-        "rowwise: exact_backward takes dx and dw in BF16.* leave it out",
-    ),
+    (lambda: replace(rowwise(), exact_backward=True), "rowwise: exact_backward takes dx and dw in BF16.* leave it out"),
     (lambda: Recipe("mine", exact_backward=True), "mine: exact_backward takes .* casts of y without rotation, by row"),
     (lambda: replace(rowwise_forward(), rotate=("y",)), "exact_backward takes .* casts of y without rotation"),
     (lambda: Recipe("mine", groupwise().y, exact_backward=True), "exact_backward takes .* by row, tensor or square"),
@@ -272,14 +253,11 @@ REFUSED = [
     (lambda: Recipe("mine", Gemm(Cast(), Cast(scale="e8m0"))), "no GEMM takes row scales in e8m0: .*scale='pow2'"),
     (lambda: rowwise().in_bf16("w"), "the GEMMs of a linear layer are y, dx, dw; got 'w'"),
     *(
-        (
-            lambda rotate=rotate: replace(rowwise(), rotate=rotate),
-            r"rotate lists .*, of y, dx, dw, such as \['y'\].*; got",
-        )
-        for rotate in (True, "dx", ["K"], ["y", 3], None)
+        (lambda r=r: replace(rowwise(), rotate=r), r"rotate lists .*, of y, dx, dw, such as \['y'\].*; got")
+        for r in (True, "dx", ["K"], ["y", 3], None)
     ),
     *(
-        (lambda gemm=gemm: replace(bf16(), rotate=(gemm,)), f"rotate names {gemm}, of which no operand is quantized")
+        (lambda gemm=gemm: Recipe("mine", rotate=(gemm,)), f"rotate names {gemm}, of which no operand is quantized")
         for gemm in ("y", "dx", "dw")
     ),
     (lambda: replace(delayed(), dx=replace(delayed().dx, b=replace(X, history=History(4)))), SECOND),
@@ -301,10 +279,7 @@ REFUSED = [
             {"dw": Gemm(Cast(), Cast())},
             {"dx": Gemm(Cast(), Cast()), "dw": Gemm(Cast(), Cast())},
             {"dw": Gemm(ANY_TENSOR, Cast())},
-            {
-                "dx": Gemm(replace(ANY_TENSOR, scale="pow2"), Cast()),
-                "dw": Gemm(replace(ANY_TENSOR, scale="pow2"), Cast()),
-            },
+            {"dx": Gemm(POW2_TENSOR, Cast()), "dw": Gemm(POW2_TENSOR, Cast())},
         )
     ),
 ]
@@ -466,10 +441,10 @@ def test_a_misspelt_preset_is_answered_with_the_nearest_and_a_format_with_the_de
 def test_the_similar_preset_casts_x_and_w_alike():
     for name, preset in PRESETS.items():
         similar = "rowwise" if name.startswith("rowwise") else name
-        assert similar_preset(replace(preset(), name="mine")) == similar
-    assert similar_preset(delayed(history=History(16, margin=4.0))) == "delayed"
-    assert similar_preset(replace(rowwise(), dx=None, dw=None)) == "rowwise"
-    assert similar_preset(replace(rowwise(), rotate=("y",))) == "custom"
-    assert similar_preset(groupwise(size=32)) == "custom"
-    wide = Cast("e5m2", TENSOR)
-    assert similar_preset(replace(tensorwise(), y=Gemm(wide, wide))) == "custom"  # packing would keep scales for e5m2
+        assert recipes.similar_preset(replace(preset(), name="mine")) == similar
+    assert recipes.similar_preset(delayed(history=History(16, margin=4.0))) == "delayed"
+    assert recipes.similar_preset(replace(rowwise(), dx=None, dw=None)) == "rowwise"
+    assert recipes.similar_preset(replace(rowwise(), rotate=("y",))) == "custom"
+    assert recipes.similar_preset(groupwise(size=32)) == "custom"
+    wide = replace(recipes.tensorwise(), y=Gemm(Cast("e5m2", TENSOR), Cast("e5m2", TENSOR)))
+    assert recipes.similar_preset(wide) == "custom"  # packing would keep scales for e5m2

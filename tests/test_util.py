@@ -30,10 +30,8 @@ class PanicException(BaseException):
     ],
 )
 def test_a_fault_in_a_file_names_it(fault, essential):
-    with (
-        pytest.raises(ArtifactError) as caught,
-        util.reading("model/config.json", "the description of a model", ArtifactError),
-    ):
+    reading = util.reading("model/config.json", "the description of a model", ArtifactError)
+    with pytest.raises(ArtifactError) as caught, reading:
         raise fault
     assert str(caught.value) == f"model/config.json is not the description of a model ({essential})"
     assert caught.value.__cause__ is fault
@@ -90,9 +88,8 @@ def test_each_value_is_of_its_kind(kind, right, wrong, shown):
 
 def test_a_missing_module_says_what_needs_it_and_how_to_install_it_from_a_clone():
     assert util.import_extra("math", "hf", "sums need math") is math
-    with pytest.raises(
-        ImportError, match=r"^text needs nowhere, and nowhere cannot be imported .*No module named 'nowhere'.*"
-    ) as raised:
+    said = r"^text needs nowhere, and nowhere cannot be imported .*No module named 'nowhere'.*"
+    with pytest.raises(ImportError, match=said) as raised:
         util.import_extra("nowhere", "hf", "text needs nowhere")
     assert 'pip install ".[hf]"' in str(raised.value)
 

@@ -48,8 +48,7 @@ def test_the_largest_error_is_half_a_spacing() -> None:
     """Just above a power of two the spacing is widest: half of it over 1 + half of it."""
     for fmt in (E4M3, E5M2):
         half = 2.0 ** -(fmt.mantissa_bits + 1)
-        error = formats.largest_error(formats.to_format(fmt), 3, fmt.max)
-        assert error == pytest.approx(half / (1 + half), rel=0.01)
+        assert formats.largest_error(formats.to_format(fmt), 3, fmt.max) == pytest.approx(half / (1 + half), rel=0.01)
     assert formats.largest_error(formats.to_format(E4M3), -12, E4M3.max) == 1  # underflow
 
 

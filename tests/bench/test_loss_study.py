@@ -228,9 +228,8 @@ def test_the_bias_of_a_gradient_is_told_from_its_noise() -> None:
     """Errors of a known mean and deviation, in 64 batches."""
     g, mean, deviation, batches = torch.full((256, 64), 2.0), 0.01, 0.1, 64
     errors = mean + deviation * torch.randn(batches, 256, 64)
-    found = training.error_of(
-        g * batches, g.square().sum() * batches, errors.sum(0), errors.square().sum(), batches=batches
-    )
+    sums = g * batches, g.square().sum() * batches, errors.sum(0), errors.square().sum()
+    found = training.error_of(*sums, batches=batches)
     assert found["bias"] == pytest.approx((mean / 2) ** 2, rel=0.2)  # the mean of the errors alone has 2.6 times that
     assert found["noise"] == pytest.approx((deviation / 2) ** 2, rel=0.02)
 

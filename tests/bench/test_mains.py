@@ -72,9 +72,7 @@ STARTS_PROCESSES = ("torch.distributed.run", "--only start", "--hosted", "vision
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [each for each in smoke.COMMANDS if not any(x in each for x in STARTS_PROCESSES)])
-def test_it_runs_at_its_smallest_and_writes_nothing(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_runs_at_its_smallest_and_writes_nothing(command, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "bench"]:
@@ -217,8 +215,7 @@ def test_generation_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [row["way"] for row in found[0]["prompt"]] == [OCTAVO, FP8_CACHE, "BF16, eager"] * 2
     assert found[0][f"check of {OCTAVO}"]["equal"] == [4, 4]
     assert found[1]["prompt"] == found[0]["prompt"]
-    ways = [OCTAVO, HOOKED, FP8_CACHE, "BF16, eager", "BF16, static"]
-    assert [row["way"] for row in found[1]["decode 2"]] == ways
+    assert [row["way"] for row in found[1]["decode 2"]] == [OCTAVO, HOOKED, FP8_CACHE, "BF16, eager", "BF16, static"]
     assert "torch" in found[1]["rows"]["machine"]  # which the page names
     with pytest.raises(SystemExit, match="--only takes prompt, decode 1, .* got 'decode 7'"):
         generate.main([*words, "--only", "decode 7"])
@@ -273,8 +270,7 @@ def test_a_run_of_a_plan_measures_what_the_result_lacks(results: Path, monkeypat
 
 @pytest.fixture
 def wide() -> Any:
-    shape = replace(SMALL, layers=3, heads=4, kv_heads=2, mlp_width=512)
-    return models.build_bf16(shape, "cpu")
+    return models.build_bf16(replace(SMALL, layers=3, heads=4, kv_heads=2, mlp_width=512), "cpu")
 
 
 def ids(length: int) -> Tensor:

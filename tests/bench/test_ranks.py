@@ -87,8 +87,7 @@ def test_kernels_are_split_and_exposed_communication_is_what_nothing_hides() -> 
         ("triton_red_fused", 10.0, 10.5),
     ]
     expected = {"all-gather": 4.0, "reduce-scatter": 2.0, "all-to-all": 1.0, "gemm": 4.0, "attention": 1.0, "rest": 0.5}
-    found = split(kernels)
-    assert found == {**expected, "other communication": 0.0, "exposed": 3.0, "idle": 2.0}
+    assert split(kernels) == {**expected, "other communication": 0.0, "exposed": 3.0, "idle": 2.0}
     assert split([])["idle"] == 0
     assert covered([("", *each) for each in ((2.0, 3.0), (0.0, 1.0), (0.5, 2.0), (5.0, 9.0), (6.0, 7.0))]) == 3 + 4
     assert kind_of("nccldevkernel_allreduce_sum_f32") == "other communication"

@@ -18,8 +18,7 @@ from octavo.train.trainer import resume_run, settle, start_run
 LAYER = "model.layers.0.mlp.down_proj"
 
 
-@pytest.fixture
-def broken_layer(monkeypatch):
+def test_a_layer_with_a_broken_scale_is_named(settings, tmp_path, monkeypatch):
     """The scale of the weight of one layer is 30 times too large where y runs in FP8."""
     convert = trained_model.convert
 
@@ -30,22 +29,6 @@ def broken_layer(monkeypatch):
         return report
 
     monkeypatch.setattr(trained_model, "convert", convert_and_break)
-
-
-@pytest.fixture
-def wrong_dw(monkeypatch):
-    """Where dw runs in FP8, it has the wrong sign."""
-    dw = linear_function._dw
-
-    def negated(*arguments):
-        *_, call = arguments
-        whole = dw(*arguments)
-        return whole if call.recipe.dw is None else -whole
-
-    monkeypatch.setattr(linear_function, "_dw", negated)
-
-
-def test_a_layer_with_a_broken_scale_is_named(settings, tmp_path, broken_layer):
     found = bisect(settings(recipe="tensorwise", skip=("*.self_attn.*",)), tmp_path / "out", seeds=2)
     assert (found.finding.verdict, found.finding.gemms, found.causes) == ("found", ("y",), [LAYER])
     others = found.finding.trials[-1]  # all but the layer in FP8
@@ -62,7 +45,16 @@ def test_a_layer_in_adapters_has_its_name_in_the_model(settings, tmp_path):
         assert runs.run(Part(("y",), (LAYER,)), 0).converted == (LAYER,)
 
 
-def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, wrong_dw):
+def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, monkeypatch):
+    """Where dw runs in FP8."""
+    dw = linear_function._dw
+
+    def negated(*arguments):
+        *_, call = arguments
+        whole = dw(*arguments)
+        return whole if call.recipe.dw is None else -whole
+
+    monkeypatch.setattr(linear_function, "_dw", negated)
     skip = ("*.q_proj", "*.k_proj", "*.v_proj")
     found = bisect(settings(recipe="tensorwise", skip=skip), tmp_path / "out", seeds=2)
     assert (found.finding.verdict, found.finding.gemms) == ("found", ("dw",))
@@ -77,9 +69,8 @@ def test_a_sound_recipe_has_no_gap_to_resolve(settings, tmp_path):
     assert done == [(step, 6, f"short run {run}") for run in range(1, 7) for step in range(1, 7)]
     assert (found.finding.verdict, found.causes, found.steps) == ("unresolved", [], 6)
     assert found.finding.whole.seeds_needed > 3
-    assert [(run.part.gemms, run.seed, len(run.losses)) for run in made] == [
-        (gemms, seed, 6) for seed in range(3) for gemms in (("y", "dx", "dw"), ())
-    ]
+    expected = [(gemms, seed, 6) for seed in range(3) for gemms in (("y", "dx", "dw"), ())]
+    assert [(run.part.gemms, run.seed, len(run.losses)) for run in made] == expected
     again = bisect(settings(), tmp_path / "out", steps=6, on_run=lambda run, count: pytest.fail("it is remembered"))
     assert again == found
     for recipe, run in (("rowwise", made[2]), ("bf16", made[3])):  # the losses are those of the trainer
@@ -174,14 +165,8 @@ def test_bf16_that_diverges_is_not_blamed_on_fp8(settings, tmp_path):
 def search(rank, folder, settings):
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     made = []
-    found = bisect(
-        Config.from_dict(settings),
-        folder,
-        seeds=2,
-        steps=2,
-        on_run=lambda run, count: made.append((run.part, run.seed)),
-    )
-    return found.to_dict(), made
+    found = bisect(Config.from_dict(settings), folder, seeds=2, steps=2, on_run=lambda run, count: made.append(run))
+    return found.to_dict(), [(run.part, run.seed) for run in made]
 
 
 @pytest.mark.slow
@@ -191,5 +176,4 @@ def test_two_processes_share_each_short_run(settings, tmp_path):
     assert len(first[1]) == first[0]["runs"] == 4
     alone = bisect(settings(), tmp_path / "alone", seeds=2, steps=2)
     assert [round(loss, 4) for loss in alone.losses] == [round(loss, 4) for loss in first[0]["bf16_losses"]]
-    lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
-    assert len(lines) == 4, "one rank writes"
+    assert len((tmp_path / "out" / "runs.jsonl").read_text().splitlines()) == 4, "one rank writes"

@@ -1,7 +1,6 @@
 """Calibration from end to end, against the model run at once; interrupted, resumed, and with bad input."""
 
 import json
-import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from calibration_examples import MODELS, watch_whole, whole_model, write_model
+from full_disk import files_of_at_most
 from packed_examples import LLAMA, examples, write_run
 from safetensors.torch import load_file, save_file
+from tiny_models import same_bits
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import octavo
@@ -23,7 +24,6 @@ from octavo.checkpoint.folder import LockedError, WriteError, locked_folder
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.hf import block_by_block
-from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.models import MixtureConfig, build
 from octavo.nn import select_linears
 from octavo.packing import PackOptions, pack, pack_frozen
@@ -39,8 +39,7 @@ def expected(llama, data, tmp_path_factory):
 
 
 def same(one: Calibration, other: Calibration) -> bool:
-    pairs = [(one.sites[name].to_tensors(), other.sites[name].to_tensors()) for name in one.sites]
-    equal = all(torch.equal(a[leaf], b[leaf]) for a, b in pairs for leaf in a)
+    equal = all(same_bits(site.to_tensors(), other.sites[name].to_tensors()) for name, site in one.sites.items())
     return equal and list(one.sites) == list(other.sites) and one.layers == other.layers
 
 
@@ -127,8 +126,7 @@ def test_older_names_of_norms(tmp_path, data):
     folder = write_model(tmp_path / "bert", "bert")
     expected = calibrate(folder, data, tmp_path / "expected", prompts=PROMPTS)
     tensors = load_file(folder / "model.safetensors")
-    older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    for new, old in older.items():
+    for new, old in {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}.items():
         tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     assert same(calibrate(folder, data, tmp_path / "out", prompts=PROMPTS), expected)
@@ -239,14 +237,9 @@ def test_a_run_is_not_resumed_with_something_else(change, model, tmp_path, data,
 
 @pytest.mark.parametrize(("limit", "done"), [(100_000, 1), (1_000, 0)])
 def test_a_full_disk_keeps_what_is_done(limit, done, llama, expected, tmp_path, data):
-    """A limit on the size of files stands for it: statistics pass the greater one, hidden states the smaller."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with pytest.raises(WriteError, match="could not write .*continues with the part"):
-            calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    """Statistics pass the greater limit on the size of files, hidden states the smaller."""
+    with files_of_at_most(limit), pytest.raises(WriteError, match="could not write .*continues with the part"):
+        calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     assert len(list((tmp_path / ".out.calibrating").glob("part-*"))) == done
     assert same(calibrate(llama, data, tmp_path / "out", prompts=PROMPTS), expected)
 
@@ -271,9 +264,8 @@ def result(llama, data, tmp_path_factory):
 def test_a_layer_that_saw_no_token_is_named(tmp_path, data):
     """Cross-attention, to which nobody gives what it attends to."""
     folder = write_model(tmp_path / "bert", "bert", is_decoder=True, add_cross_attention=True)
-    with pytest.raises(
-        ValueError, match=r"encoder\.layer\.0\.crossattention\.self\.query saw no token .* \(4 layers of"
-    ):
+    said = r"encoder\.layer\.0\.crossattention\.self\.query saw no token .* \(4 layers of"
+    with pytest.raises(ValueError, match=said):
         calibrate(folder, data, tmp_path / "out", prompts=FEW)
     assert not (tmp_path / "out").exists()
 
@@ -287,9 +279,7 @@ def test_bad_models(model, tmp_path, data):
     (tmp_path / "packed" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     save_file(tensors | {name: torch.zeros(3)}, shard)
     small = write_model(tmp_path / "small", "llama", vocab_size=50)
-    no_words = shutil.copytree(small, tmp_path / "no words")
-    for path in no_words.glob("tokenizer*.json"):
-        path.unlink()
+    no_words = shutil.copytree(small, tmp_path / "no words", ignore=shutil.ignore_patterns("tokenizer*"))
     before = sorted(tmp_path.iterdir())
     for folder, error, message in (
         (model, ArtifactError, rf"{name} must have shape .* the file has \[3\]"),
@@ -430,7 +420,6 @@ def test_a_mixture_with_a_shared_expert(tmp_path, data):
     assert len(scales) == 2 * 4 * 3
     assert all(t.shape == (1,) and float(t) > 0 and bool(t.isfinite()) for t in scales.values())
     stack = octavo.load(report.folder).model.layers[1].mlp.experts.down_proj
-    assert isinstance(stack, PackedGroupedLinear)
     down = [scales[f"model.layers.1.mlp.experts.{e}.down_proj.input_scale"] for e in range(4)]
     assert torch.equal(stack.input_scale, torch.cat(down))
     assert verify(report.folder, run).ok

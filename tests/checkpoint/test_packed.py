@@ -21,10 +21,10 @@ WHERE, PAGE = Path("config.json"), Path(__file__).parents[2] / "docs" / "format.
 LINEARS = ["a.q_proj", "a.o_proj", "b.down_proj", "lm_head"]
 
 
-def packing(scheme: str = "channel", layout: str = "compressed-tensors", **others: str) -> Packing:
+def packing(scheme: str = "channel", **others: str) -> Packing:
     """Of all linears but the last."""
     names = {name: others.get(name.rpartition(".")[2], scheme) for name in LINEARS[:-1]}
-    return Packing(get_layout(layout), {name: SCHEMES[own] for name, own in names.items()})
+    return Packing(get_layout("compressed-tensors"), {name: SCHEMES[own] for name, own in names.items()})
 
 
 def read(config: dict[str, Any]) -> Packing:

@@ -14,22 +14,8 @@ from safetensors.torch import load_file, save_file
 from saved_checkpoints import flip_bit
 
 import octavo
-from octavo.checkpoint import files as safetensors_files
-from octavo.checkpoint.files import (
-    INDEX,
-    SINGLE,
-    ArtifactError,
-    Checksums,
-    ShardReader,
-    checksum,
-    create_files,
-    failing,
-    is_finite,
-    open_file,
-    same_spec,
-    write_part,
-    write_shards,
-)
+from octavo.checkpoint import files as module
+from octavo.checkpoint.files import INDEX, SINGLE, ArtifactError, ShardReader, is_finite, open_file, write_shards
 from octavo.packing import convert_layout, unpack
 from octavo.verification import verify
 
@@ -44,18 +30,14 @@ def tensors():
     """One of each dtype, of odd sizes, a scalar and an empty one."""
     torch.manual_seed(0)
     made = {f"t{i}": (torch.rand(3, 2 * i + 1) * 4 + 1).to(dtype) for i, dtype in enumerate(DTYPES)}
-    return made | {
-        "scalar": torch.tensor(2.5),
-        "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
-        "ü.weight": torch.ones(1),
-    }
+    return made | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4).bfloat16(), "ü.weight": torch.ones(1)}
 
 
 PAIR = {"a": torch.ones(2), "b": torch.ones(2)}
 
 
 def same_specs(reader, given):
-    return reader.specs.keys() == given.keys() and all(same_spec(t, given[n]) for n, t in reader.specs.items())
+    return reader.specs.keys() == given.keys() and all(module.same_spec(t, given[n]) for n, t in reader.specs.items())
 
 
 def same(a, b):
@@ -209,7 +191,7 @@ def test_the_header_is_read_once_however_many_tensors_are_read(tmp_path, monkeyp
     given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
     save_file(given, tmp_path / SINGLE)
     opened: list[Path] = []
-    monkeypatch.setattr(safetensors_files, "open_file", lambda path: opened.append(path) or open_file(path))
+    monkeypatch.setattr(module, "open_file", lambda path: opened.append(path) or open_file(path))
     reader = ShardReader(tmp_path)
     assert all(same(reader.get(name), t) for name, t in given.items())
     assert all(same(t, given[name]) for name, t in reader.get_all("cpu").items())
@@ -219,11 +201,8 @@ def test_the_header_is_read_once_however_many_tensors_are_read(tmp_path, monkeyp
 @pytest.mark.parametrize("blanks", range(8))
 def test_tensors_that_are_not_aligned(tmp_path, blanks):
     """As other programs write them: a header of any length, and a tensor of bytes before wider ones."""
-    given = {
-        "bytes": torch.arange(3, dtype=torch.uint8),
-        "wide": torch.rand(2, 2).double(),
-        "half": torch.ones(3).half(),
-    }
+    wide, half = torch.rand(2, 2).double(), torch.ones(3).half()
+    given = {"bytes": torch.arange(3, dtype=torch.uint8), "wide": wide, "half": half}
     header, data = {}, b""
     for (name, tensor), dtype in zip(given.items(), ("U8", "F64", "F16"), strict=True):
         place = [len(data), len(data) + tensor.nbytes]
@@ -237,14 +216,14 @@ def test_tensors_that_are_not_aligned(tmp_path, blanks):
 def test_parts_fill_a_tensor_and_are_read_from_it(tmp_path):
     """Cut along each dimension, and along two, into parts of unequal size; also an empty part."""
     given = {"cube": torch.arange(7 * 5 * 6).view(7, 5, 6), "scalar": torch.tensor(3), "empty": torch.ones(0, 2)}
-    places = create_files(tmp_path, "part", given, {})
+    places = module.create_files(tmp_path, "part", given, {})
     parts = [((0, 0, 0), (3, 2, 6)), ((3, 0, 0), (4, 2, 6)), ((0, 2, 0), (7, 3, 5)), ((0, 2, 5), (7, 3, 1))]
     with (tmp_path / "part.safetensors").open("r+b") as file:
         for offsets, sizes in [*parts, ((7, 0, 0), (0, 5, 6))]:
             part = given["cube"][tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))]
-            write_part(file, places["cube"], part, offsets)
-        write_part(file, places["scalar"], given["scalar"], ())
-        write_part(file, places["empty"], given["empty"], (0, 0))
+            module.write_part(file, places["cube"], part, offsets)
+        module.write_part(file, places["scalar"], given["scalar"], ())
+        module.write_part(file, places["empty"], given["empty"], (0, 0))
     found = load_file(tmp_path / "part.safetensors")
     assert found.keys() == given.keys()
     assert all(same(found[name], t) for name, t in given.items())
@@ -296,9 +275,9 @@ def test_a_file_that_another_program_wrote_since_is_not_judged(packed):
 def test_parts_that_ranks_wrote_are_checked_wherever_they_are_read_whole(tmp_path):
     whole = torch.arange(48.0).view(6, 8)
     upper, lower = whole[:4], whole[4:]
-    parts = [[[0, 0], [4, 8], checksum(upper)], [[4, 0], [2, 8], "00000000"]]
+    parts = [[[0, 0], [4, 8], module.checksum(upper)], [[4, 0], [2, 8], "00000000"]]
     (tmp_path / "checksums.json").write_text(json.dumps({"model/w": parts}))
-    checksums = Checksums(tmp_path, "model", {"w"})
+    checksums = module.Checksums(tmp_path, "model", {"w"})
 
     def check(read, *offsets):
         return checksums.check(tmp_path / "file", "w", read, offsets or None)
@@ -333,5 +312,5 @@ def test_each_code_of_e4m3_and_integers():
 
 def test_names_of_what_fails_in_their_order():
     yes, no = torch.tensor(True), torch.tensor(False)
-    assert failing({"a": no, "b": yes, "c": no}) == ["a", "c"]
-    assert failing({}) == []
+    assert module.failing({"a": no, "b": yes, "c": no}) == ["a", "c"]
+    assert module.failing({}) == []

@@ -6,8 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,17 +15,9 @@ import pytest
 import torch
 from full_disk import files_of_at_most
 
+from octavo.checkpoint import folder as folders
 from octavo.checkpoint.files import ArtifactError, load_tensors, save_tensors
-from octavo.checkpoint.folder import (
-    LockedError,
-    RunFolder,
-    WriteError,
-    check_absent,
-    copy_description,
-    locked_folder,
-    whole_folder,
-    write_error,
-)
+from octavo.checkpoint.folder import LockedError, RunFolder, WriteError, check_absent, locked_folder, whole_folder
 from octavo.packing import convert_layout, pack, unpack
 from octavo.packing.gguf_export import export_gguf
 from octavo.packing.transforms import fold
@@ -186,11 +178,9 @@ def test_many_writers_take_turns(tmp_path):
             except LockedError:
                 failures += 1
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for call in [threads.submit(work) for _ in range(4)]:
+            call.result()
     assert (most, inside) == (1, 0)
     assert failures < 200
 
@@ -205,12 +195,12 @@ def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path):
         (OSError(28, "No space left on device"), "MB are free there): make room", "other"),
         (OSError(5, "Input/output error"), "Input/output error", "MB"),
     ):
-        said = str(write_error(tmp_path / "a/b", error))
+        said = str(folders.write_error(tmp_path / "a/b", error))
         assert reason in said
         assert other not in said
     for error in (OSError(27, "File too large"), OSError("8704 requested and 2432 written")):
         with files_of_at_most(512):
-            said = str(write_error(tmp_path / "a/b", error))
+            said = str(folders.write_error(tmp_path / "a/b", error))
         assert "a/b: File too large: raise the limit of this shell (ulimit -f); nothing" in said
 
 
@@ -247,7 +237,7 @@ def names(folder: Path) -> set[str]:
 
 def test_folders_of_modules_are_copied_with_their_tensors(source: Path) -> None:
     target = source.with_name("target")
-    copy_description(source, target)
+    folders.copy_description(source, target)
     assert names(target) == {
         "modules.json", "sentence_bert_config.json", "vocab.txt", "1_Pooling/config.json", "2_Dense/config.json",
         "2_Dense/model.safetensors",
@@ -268,16 +258,16 @@ def test_folders_of_modules_are_copied_with_their_tensors(source: Path) -> None:
 def test_modules_that_are_wrong(source: Path, modules: str, message: str) -> None:
     (source / "modules.json").write_text(modules)
     with pytest.raises(ArtifactError, match=message):
-        copy_description(source, source.with_name("target"))
+        folders.copy_description(source, source.with_name("target"))
 
 
 def test_a_module_without_settings_needs_no_folder_and_one_in_a_pickle_is_refused(source: Path) -> None:
     shutil.rmtree(source / "1_Pooling")
-    copy_description(source, source.with_name("target"))
+    folders.copy_description(source, source.with_name("target"))
     assert not (source.with_name("target") / "1_Pooling").exists()
     (source / "2_Dense" / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match=r"pytorch_model.bin is a pickle, .* save the model with safetensors"):
-        copy_description(source, source.with_name("target"))
+        folders.copy_description(source, source.with_name("target"))
 
 
 LINKS = {  # a link in the folder -> where it leads
@@ -294,7 +284,7 @@ def test_a_link_out_of_the_folder_is_refused(source: Path, name: str) -> None:
     shutil.rmtree(source / name) if (source / name).is_dir() else (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(LINKS[name])
     with pytest.raises(ArtifactError, match=f"{name} must be a file of the folder itself; it is a link to .*secret"):
-        copy_description(source, source.with_name("target"))
+        folders.copy_description(source, source.with_name("target"))
 
 
 def test_links_within_the_folder_and_to_the_blobs_of_a_snapshot(source: Path, tmp_path: Path) -> None:
@@ -308,7 +298,7 @@ def test_links_within_the_folder_and_to_the_blobs_of_a_snapshot(source: Path, tm
         link.symlink_to(blobs / str(number))
     (snapshot / "merges.txt").symlink_to("vocab.txt")
     (tmp_path / "model").symlink_to(snapshot)
-    copy_description(tmp_path / "model", source.with_name("target"))
+    folders.copy_description(tmp_path / "model", source.with_name("target"))
     target = source.with_name("target")
     assert (target / "merges.txt").read_text() == "a"
     assert (target / "1_Pooling" / "config.json").read_text() == '{"pooling_mode": "mean"}'
@@ -316,7 +306,7 @@ def test_links_within_the_folder_and_to_the_blobs_of_a_snapshot(source: Path, tm
     shutil.rmtree(blobs)
     blobs.symlink_to(source.with_name("secret"))  # a folder that only looks like the cache
     with pytest.raises(ArtifactError, match="it is a link to .*secret"):
-        copy_description(tmp_path / "model", target)
+        folders.copy_description(tmp_path / "model", target)
 
 
 WRITERS: dict[str, Callable[[Path, Path], object]] = {

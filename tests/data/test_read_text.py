@@ -14,16 +14,13 @@ from octavo.data import DataError, absolute_source, read_text
 @pytest.fixture
 def tree(tmp_path):
     """Two texts, an empty file, a binary one, one in Latin-1, and what a folder leaves out."""
-    (tmp_path / "sub" / "__pycache__").mkdir(parents=True)
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / "a.txt").write_text("alpha\n")
-    (tmp_path / "sub" / "b.py").write_text("beta é\n", encoding="utf-8")
-    (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "nul.bin").write_bytes(b"ab\0cd")
-    (tmp_path / "nul").write_bytes(b"ab\0cd")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / ".hidden" / "c.txt").write_text("gamma")
-    (tmp_path / "sub" / "__pycache__" / "d.txt").write_text("delta")
+    files = {
+        "a.txt": b"alpha\n", "sub/b.py": "beta é\n".encode(), "empty.txt": b" \n", "nul.bin": b"ab\0cd",
+        "nul": b"ab\0cd", "latin.txt": b"caf\xe9", ".hidden/c.txt": b"gamma", "sub/__pycache__/d.txt": b"delta",
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
     return tmp_path
 
 
@@ -188,9 +185,8 @@ def saved(tmp_path_factory):
     datasets = pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("saved")
     messages = [[{"role": "user", "content": "hi"}]] * 3
-    rows = datasets.Dataset.from_dict(
-        {"text": ["one", "", "three"], "code": ["x", "y", "z"], "n": [1, 2, 3], "messages": messages}
-    )
+    columns = {"text": ["one", "", "three"], "code": ["x", "y", "z"], "n": [1, 2, 3], "messages": messages}
+    rows = datasets.Dataset.from_dict(columns)
     rows.save_to_disk(str(folder / "flat"))
     datasets.DatasetDict({"train": rows, "test": rows.select([2])}).save_to_disk(str(folder / "split"))
     rows.select_columns(["messages", "n"]).save_to_disk(str(folder / "chat"))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_examples import WIDTH, backward, batch, blocks, converted, equal, gathered, sharded, train, whole
-from linear_examples import without_chance
+from linear_examples import converted_model, without_chance
 from ranks import run_ranks
 from tiny_models import built
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ def compare(block: nn.Module, whole: nn.Module) -> None:
             source = whole.get_submodule(name).weight.detach()
             expected = quantize(rotate(source) if layer.recipe.rotate else source, layer.recipe.w)
             w: Any = layer.weight
-            assert isinstance(w, GatheredWeight)
             assert torch.equal(w.data_bytes.view(torch.uint8), expected.data.view(torch.uint8))
             assert torch.equal(w.scale, expected.scale)
             assert w.scale.numel() > 1 or w.scale.data_ptr() % 16 == 0  # cuBLASLt demands it of one scale
@@ -93,8 +92,7 @@ def traffic(rank: int) -> None:
 def traffic_of_pairs(rank: int) -> None:
     """The forward pass sends a byte a number, for y. The backward pass sends the bytes for y and those for dx."""
     torch.manual_seed(0)
-    unit: Any = nn.Sequential(nn.Linear(1024, 64, bias=False))
-    octavo.convert(unit, "mxfp8")
+    unit = converted_model(nn.Sequential(nn.Linear(1024, 64, bias=False)), "mxfp8")
     fully_shard(unit, reshard_after_forward=True)
     fp8_all_gather(unit)
     with Traffic() as now:
@@ -240,11 +238,8 @@ def kept(model: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype]]:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(x)
     matrices = [t for t in saved if not isinstance(t, GatheredWeight) and t.ndim == 2 and min(t.shape) > 1]
-    return [
-        (tuple(t.shape), t.dtype)
-        for t in matrices
-        if x.shape[0] not in t.shape and t.untyped_storage().nbytes() and t.shape[0] >= WIDTH
-    ]
+    others = [t for t in matrices if x.shape[0] not in t.shape and t.shape[0] >= WIDTH]
+    return [(tuple(t.shape), t.dtype) for t in others if t.untyped_storage().nbytes()]
 
 
 def of_recipe(recipe: str, *, gather: bool = True, compiled: bool = False) -> nn.Module:

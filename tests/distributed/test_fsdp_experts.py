@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from fsdp_examples import backward, batch, equal, sharded, train
 from gpus import ONLY_HOPPER, poison
+from linear_examples import converted_model
 from metrics import sqnr
 from ranks import run_ranks, use_gpus
 from tensor_parallel_examples import mesh_of
@@ -23,7 +24,7 @@ from traffic import Traffic
 import octavo
 from octavo.distributed import expert_parallel, fp8_all_gather
 from octavo.nn import Experts, GroupedLinear
-from octavo.nn.parallel_weights import GatheredWeight, first_indices
+from octavo.nn.parallel_weights import first_indices
 from octavo.nn.selection import promote
 from octavo.ops import quantize_matrices
 
@@ -56,8 +57,7 @@ def model_of(experts, count=2, width=32, mlp_width=16, recipe="rowwise"):
     with torch.no_grad():
         model[0].experts.down_proj[0, 3] = 0
         model[0].experts.gate_up_proj[2, -3:] *= 1e-6
-    octavo.convert(model, recipe, skip=("*gate",))
-    return model
+    return converted_model(model, recipe, skip=("*gate",))
 
 
 def stacks_of(model: nn.Sequential) -> list[str]:
@@ -72,7 +72,6 @@ def gathered_equal(block: Any, whole: nn.Module) -> list[bool]:
     for name, leaf in Block.stacks:
         module = block.get_submodule(name)
         w: Any = getattr(module, leaf)
-        assert isinstance(w, GatheredWeight)
         expected = quantize_matrices(getattr(whole.get_submodule(name), leaf).detach().cpu(), module.recipe.w)
         same.append(torch.equal(w.data_bytes.view(torch.uint8).cpu(), expected.data.view(torch.uint8)))
         same.append(torch.equal(w.scale.cpu(), expected.scale))
@@ -139,14 +138,13 @@ def test_experts_are_gathered_as_bytes(check: Callable[[int], None]) -> None:
 # ---- Experts that FSDP2 shards in a watch, and promoted: what one rank with the same tokens finds
 
 
-ROWS = 96
-X, W, DY = range(3)
+W = 1  # the operand
 
 
 def brief(model: nn.Module) -> tuple[np.ndarray, np.ndarray]:
     """The records of a brief sample, those of operands in order."""
     with octavo.watch(model, interval=100) as watch:
-        backward(model, 0, ROWS)
+        backward(model, 0, 96)
         watch.step()
         [(operands, layers)] = watch.take()
     return np.sort(operands, order=("layer", "operand")), layers
@@ -292,9 +290,7 @@ E, K, HIDDEN, TOKENS, TOP_K = 8, 32, 48, 12, 2
 
 def layer(recipe: str) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"experts": Experts(E, K, HIDDEN).bfloat16()})
-    octavo.convert(model, recipe)
-    return model
+    return converted_model(nn.ModuleDict({"experts": Experts(E, K, HIDDEN).bfloat16()}), recipe)
 
 
 def given(world: int) -> list[Tensor]:

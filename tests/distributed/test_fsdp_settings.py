@@ -1,7 +1,6 @@
 """The FP8 all-gather with the settings of FSDP2 and of training: bit for bit what one rank computes."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_examples import backward, batch, blocks, converted, equal, gathered, sharded, train, whole
+from linear_examples import converted_model
 from ranks import run_ranks, use_gpus
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -23,8 +23,6 @@ from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.distributed.fsdp import ShardCache
 from octavo.models import LlamaConfig, build
 from octavo.nn.parallel_weights import GatheredWeight
-
-Step = Callable[[nn.Module, int], Tensor]
 
 
 def accumulate(model: Any, seed: int) -> Tensor:
@@ -68,8 +66,7 @@ def selective(module: nn.Module) -> nn.Module:
 
 def settings(rank: int) -> None:
     """Training equals that of one rank in every setting."""
-    steps: tuple[Step, ...] = (backward, accumulate, under_autocast, in_cast_once, with_evaluation, with_empty_input)
-    for step in steps:
+    for step in (backward, accumulate, under_autocast, in_cast_once, with_evaluation, with_empty_input):
         assert equal(train(converted(), step), train(gathered(converted()), step)), step
     kept = gathered(converted(), reshard_after_forward=False)
     assert equal(train(converted(), accumulate), train(kept, accumulate))
@@ -171,9 +168,9 @@ WIDE = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 ROUNDED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
-def made(seed: int = 0) -> nn.Sequential:
+def made() -> nn.Sequential:
     """Rows that neither two nor four ranks share evenly."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 37), nn.GELU(), nn.Linear(37, 5))
 
 
@@ -205,8 +202,7 @@ def reduced(
     rank: int, shape: tuple[int, ...], policy: MixedPrecisionPolicy = BF16, accumulated: bool = False
 ) -> tuple[list[Tensor], list[int]]:
     """The gradients, which are those of FSDP2's own reduction, and the bytes of BF16 that a rank gave away."""
-    names = ("dp_replicate", "dp_shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
     own, ours = (sharded(made(), mesh=mesh, mp_policy=policy) for _ in range(2))
     assert send_bf16_gradients(ours) == 2  # the model has no parameters of its own
     with Traffic() as sent:
@@ -300,36 +296,16 @@ class Stream:
         return event
 
 
-def run(work: str) -> None:
-    """Note that `work` runs in the current stream."""
-    torch.cpu.current_stream().before.add(work)
-
-
-def has_run(work: str) -> bool:
-    """True if work that runs now in the current stream runs after `work`."""
-    return work in torch.cpu.current_stream().before
-
-
-@contextmanager
-def ordered_streams() -> Iterator[None]:
-    """In the block the CPU has such streams."""
-    default = Stream()
-    names = {"Stream": Stream, "Event": Event, "_default_cpu_stream": default, "_current_stream": default}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in names.items():
-            patch.setattr(torch.cpu, name, value)
-        yield
-
-
 WORK = "update", "measure", "finish"  # what is done with all weights once a step; the last has the all-reduce
 
 Events = list[tuple[str, tuple[str, ...]]]  # what is called, and the work of this step that it surely runs after
 
 
 def note(events: Events, name: str) -> None:
-    step = sum(name == "update" for name, _ in events)
-    events.append((name, tuple(work for work in WORK if has_run(f"{work} {step}"))))
-    run(f"{name} {step + (name == 'update')}")
+    """Note that this work runs in the current stream, and after what."""
+    step, before = sum(name == "update" for name, _ in events), torch.cpu.current_stream().before
+    events.append((name, tuple(work for work in WORK if f"{work} {step}" in before)))
+    before.add(f"{name} {step + (name == 'update')}")
 
 
 def noted(events: Events, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,7 +330,11 @@ def two_steps(rank: int) -> Events:
     for name, method in (("measure", "measure"), ("finish", "write")):
         setattr(ShardCache, method, noted(events, name, getattr(ShardCache, method)))
     model: Any = nn.Sequential(*converted(), nn.RMSNorm(32))
-    with ordered_streams():
+    default = Stream()
+    names = {"Stream": Stream, "Event": Event, "_default_cpu_stream": default, "_current_stream": default}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setattr(torch.cpu, name, value)
         for block in model[:2]:
             fully_shard(block)
         fully_shard(model)
@@ -397,9 +377,7 @@ def step(model: nn.Module, seed: int) -> Tensor:
 
 def made_gpu(recipe: str) -> nn.Sequential:
     torch.manual_seed(0)
-    model = blocks(256, count=6, width=256).cuda()
-    octavo.convert(model, recipe)
-    return model
+    return converted_model(blocks(256, count=6, width=256).cuda(), recipe)
 
 
 def compiled(recipe: str, *, gather: bool) -> nn.Module:

@@ -42,8 +42,7 @@ def test_the_bytes_and_scales_are_those_of_octavo(library, make):
     x = make().contiguous()
     data, scale = torch.full(x.shape, 255, dtype=torch.uint8), torch.full((len(x), 1), -1.0)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, data, scale)]
-    size = map(ctypes.c_size_t, x.shape)
-    library.quantize_rows(pointers[0], *size, *pointers[1:])
+    library.quantize_rows(pointers[0], *map(ctypes.c_size_t, x.shape), *pointers[1:])
     expected = octavo.quantize(x, "e4m3", "row")
     assert torch.equal(scale, expected.scale)
     assert torch.equal(data, expected.data.view(torch.uint8))

@@ -13,9 +13,8 @@ def navigation(text: str) -> dict[str, list[str]]:
     """The pages of each part of the navigation, as docs/conf.py makes it from docs/index.md."""
     source = [text]
     CONF["add_navigation"](None, "index", source)
-    tables = re.findall(
-        r"^```\{toctree\}\n:hidden:\n:caption: ([^\n]+)\n\n(.*?)\n```$", source[0], re.DOTALL | re.MULTILINE
-    )
+    table = r"^```\{toctree\}\n:hidden:\n:caption: ([^\n]+)\n\n(.*?)\n```$"
+    tables = re.findall(table, source[0], re.DOTALL | re.MULTILINE)
     return {caption: pages.split() for caption, pages in tables}
 
 
@@ -41,9 +40,8 @@ def test_other_pages_stay_as_they_are() -> None:
     source = ["## A\n- [B](b.md)\n"]
     CONF["add_navigation"](None, "training", source)
     assert source == ["## A\n- [B](b.md)\n"]
-    assert navigation("# Title\n\n## A\n\n- [B](b.md): words\n- [C](c/d.md), e\n\ntext [F](f.md)\n") == {
-        "A": ["b", "c/d"]
-    }
+    page = "# Title\n\n## A\n\n- [B](b.md): words\n- [C](c/d.md), e\n\ntext [F](f.md)\n"
+    assert navigation(page) == {"A": ["b", "c/d"]}
 
 
 def test_a_page_that_loads_from_the_network_is_refused(tmp_path) -> None:

@@ -114,9 +114,8 @@ def test_an_interval_ends_where_the_quantity_does() -> None:
 def test_embeddings() -> None:
     hidden = torch.randn(4, 7, 32)
     noise = torch.randn(4, 7, 32) * 0.3
-    found = compare_embeddings(
-        lambda ids: hidden[ids[:, 0]], lambda ids: (hidden + noise)[ids[:, 0]], [torch.arange(4)[:, None].expand(4, 7)]
-    )
+    ids = torch.arange(4)[:, None].expand(4, 7)
+    found = compare_embeddings(lambda ids: hidden[ids[:, 0]], lambda ids: (hidden + noise)[ids[:, 0]], [ids])
     a, b = hidden.double().mean(1), (hidden + noise).double().mean(1)
     cosines = (a * b).sum(1) / a.norm(dim=1) / b.norm(dim=1)
     assert found.cosine.value == pytest.approx(float(cosines.mean()))

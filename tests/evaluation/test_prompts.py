@@ -26,9 +26,8 @@ def dressed_tokenizer() -> PreTrainedTokenizerFast:
     words = {"[CLS]": 0, "[SEP]": 1, "[UNK]": 2} | {f"w{i}": 10 + i for i in range(90)} | {"a": 100}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
-    )
+    special = [("[CLS]", 0), ("[SEP]", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 

@@ -81,9 +81,8 @@ def parsed(command):
     train, preset, *settings = found.training_script_args
     assert (train, settings[-1]) == ("train", "--or-resume")
     config = load_config(preset, settings[:-1])
-    check_parallel(
-        config, find_degrees(config.parallel, int(found.nnodes) * int(found.nproc_per_node)), torch.device("cpu")
-    )
+    processes = int(found.nnodes) * int(found.nproc_per_node)
+    check_parallel(config, find_degrees(config.parallel, processes), torch.device("cpu"))
     return found
 
 

@@ -2,17 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
-
-import pytest
-
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_steps.ipynb"
 
 
-def test_the_cells_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cells_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
-    names: dict[str, Any] = {"__name__": "__main__"}
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    names = {"__name__": "__main__"}
+    notebook = json.loads((Path(__file__).parents[2] / "examples" / "first_steps.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(cells):
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
         assert cell["outputs"] == []

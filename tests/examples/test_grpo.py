@@ -1,27 +1,12 @@
 """examples/grpo.py: its sums are right, and its three arms learn and measure."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-FILE = Path(__file__).parents[2] / "examples" / "grpo.py"
+from examples import grpo
 
 
-@pytest.fixture
-def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("grpo", FILE)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "grpo", module)  # where dataclasses look their module up
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "ENOUGH", 0.2)
-    return module
-
-
-def test_an_answer_is_the_sum(grpo: Any) -> None:
+def test_an_answer_is_the_sum():
     prompts, answers = grpo.sums(50, torch.Generator().manual_seed(0))
     for (a, b, plus, c, d, equals), digits in zip(prompts.tolist(), answers.tolist(), strict=True):
         assert (plus, equals) == (grpo.PLUS, grpo.EQUALS)
@@ -30,7 +15,8 @@ def test_an_answer_is_the_sum(grpo: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["bf16", "fp8", "mismatch"])
-def test_an_arm_samples_from_the_weights_that_it_trains(grpo: Any, arm: str, tmp_path: Path) -> None:
+def test_an_arm_samples_from_the_weights_that_it_trains(monkeypatch, arm, tmp_path):
+    monkeypatch.setattr(grpo, "ENOUGH", 0.2)
     measured = grpo.run(arm, 0, 3, tmp_path)
     assert all(0 < reward < 1 for reward in measured.reward)
     assert len(measured.push_seconds) == (0 if arm == "bf16" else 3)

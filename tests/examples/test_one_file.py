@@ -1,9 +1,7 @@
 """examples/octavo_in_one_file.py computes what the package computes: the same bytes, gradients and packed folder."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,20 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import octavo
+from examples import octavo_in_one_file as one_file
 from octavo.packing import pack
 
-FILE = Path(__file__).parents[2] / "examples" / "octavo_in_one_file.py"
 
-
-@pytest.fixture(scope="module")
-def one_file() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("one_file", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_number_has_the_code_of_ml_dtypes(one_file: ModuleType) -> None:
+def test_every_number_has_the_code_of_ml_dtypes() -> None:
     x = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).float()  # all of BF16
     x = x[x.abs() <= 448]  # ml_dtypes does not saturate
     theirs = torch.from_numpy(x.numpy().astype(float8_e4m3fn).view("uint8"))
@@ -50,7 +39,7 @@ def gradients(layer: nn.Module, autocast: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_layer_computes_the_same_bits(one_file: ModuleType, autocast: bool) -> None:
+def test_a_layer_computes_the_same_bits(autocast: bool) -> None:
     layers = []
     for convert in (one_file.convert, octavo.convert):
         torch.manual_seed(0)
@@ -65,9 +54,8 @@ def test_a_layer_computes_the_same_bits(one_file: ModuleType, autocast: bool) ->
 
 
 @pytest.fixture
-def folder(one_file: ModuleType, tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """The folder that the file packs, beside the unpacked model in FP32."""
-    torch.manual_seed(0)
     model = one_file.convert(one_file.Llama(one_file.CONFIG))
     one_file.pack(model, tmp_path / "packed")
     (tmp_path / "model").mkdir()
@@ -90,7 +78,7 @@ def test_the_packed_folder_is_that_of_the_package(folder: Path) -> None:
 
 
 @torch.no_grad()
-def test_the_folder_runs_as_in_the_package(one_file: ModuleType, folder: Path) -> None:
+def test_the_folder_runs_as_in_the_package(folder: Path) -> None:
     ours, theirs = one_file.load(folder / "packed"), octavo.load(folder / "packed")
     layers = {name: layer for name, layer in ours.named_modules() if isinstance(layer, one_file.PackedLinear)}
     assert len(layers) == 2 * 7

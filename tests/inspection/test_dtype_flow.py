@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from linear_examples import converted_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -52,11 +53,11 @@ DOCUMENTED = [
 ]
 
 
-def dtypes(flow, phase="forward"):
-    """Operation -> the dtypes that it computes in, without casts and copies."""
+def dtypes(flow):
+    """Operation of the forward pass -> the dtypes that it computes in, without casts and copies."""
     found = {}
     for each in flow.operations:
-        if each.phase == phase and each.kind not in ("cast", "copy"):
+        if each.phase == "forward" and each.kind not in ("cast", "copy"):
             found.setdefault(each.name, set()).add(each.computes_in)
     return found
 
@@ -105,14 +106,12 @@ def test_flops_are_those_of_pytorchs_counter(device):
 
 
 def encoder():
-    return nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 3, enable_nested_tensor=False
-    )
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
 def test_recomputation_repeats_the_forward_pass_of_the_block():
-    model = encoder()
-    octavo.convert(model, "rowwise")
+    model = converted_model(encoder(), "rowwise")
     plain = octavo.dtype_flow(model, torch.randn(2, 4, 32))
     for layer in model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -126,9 +125,8 @@ def test_recomputation_repeats_the_forward_pass_of_the_block():
 def test_what_convert_leaves_out_of_an_encoder_is_named():
     model = encoder()
     before = octavo.dtype_flow(model, torch.randn(2, 4, 32))
-    assert "octavo.convert(model) would run it in FP8" in next(
-        e.reason for e in before.left_out if "linear1" in e.module
-    )
+    reason = next(each.reason for each in before.left_out if "linear1" in each.module)
+    assert "octavo.convert(model) would run it in FP8" in reason
     octavo.convert(model, "rowwise", skip=["*.self_attn"])
     flow = octavo.dtype_flow(model, torch.randn(2, 4, 32))
     found = {each.what: each for each in flow.left_out}
@@ -137,9 +135,8 @@ def test_what_convert_leaves_out_of_an_encoder_is_named():
     assert found["packed attention projection"].count == 3
     by_dtype = {d: sum(each.get(d, 0) for each in flow.flops.values()) for d in ("BF16", "FP8")}
     assert sum(each.share for each in flow.left_out) == pytest.approx(by_dtype["BF16"] / sum(by_dtype.values()))
-    assert [each.split(":")[0] for each in flow.remarks] == [
-        "layers.*.self_attn.out_proj (NonDynamicallyQuantizableLinear, 3 times) is never called"
-    ]
+    (remark,) = flow.remarks
+    assert remark.startswith("layers.*.self_attn.out_proj (NonDynamicallyQuantizableLinear, 3 times) is never called:")
     octavo.convert(model, "rowwise")
     flow = octavo.dtype_flow(model, torch.randn(2, 4, 32))
     assert [each.what for each in flow.left_out] == ["attention"]
@@ -156,8 +153,7 @@ class Experts(nn.Module):
 
 
 def test_a_stack_of_experts_is_named():
-    model = nn.Sequential(nn.Linear(8, 8), Experts())
-    octavo.convert(model, "tensorwise")
+    model = converted_model(nn.Sequential(nn.Linear(8, 8), Experts()), "tensorwise")
     flow = octavo.dtype_flow(model, torch.randn(16, 8))
     assert [(each.module, each.what) for each in flow.left_out] == [("1", "3-D weight")]
     assert flow.left_out[0].share == pytest.approx(12 / 14)  # y, dx, dw of four; y and dw of the first layer
@@ -172,8 +168,7 @@ def test_experts_that_convert_knows_are_said_to_run_in_fp8_once_converted():
 
 
 def test_the_model_stays_as_it_is():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    octavo.convert(model, "delayed")
+    model = converted_model(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "delayed")
     before = {name: t.clone() for name, t in model.state_dict().items()}
     scales = octavo.scales.scale_state(model)
     octavo.dtype_flow(model, torch.randn(4, 8))
@@ -185,9 +180,8 @@ def test_the_model_stays_as_it_is():
 
 def test_one_module_can_be_selected():
     flow = octavo.dtype_flow(encoder(), torch.randn(2, 4, 32))
-    assert {each.module for each in flow.select("layers.1.*").operations} == {
-        f"layers.1.{name}" for name in ("self_attn", "norm1", "norm2", "linear1", "linear2")
-    }
+    expected = {f"layers.1.{name}" for name in ("self_attn", "norm1", "norm2", "linear1", "linear2")}
+    assert {each.module for each in flow.select("layers.1.*").operations} == expected
     with pytest.raises(ValueError, match="matches no module that runs an operation; there are layers.0.self_attn"):
         flow.select("blocks.*")
 
@@ -246,8 +240,7 @@ def llama():
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=300)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    octavo.convert(model, "rowwise", device="cpu")
-    return model.train()
+    return converted_model(model, "rowwise", device="cpu").train()
 
 
 def test_a_llama_of_transformers(llama):
@@ -270,8 +263,7 @@ def test_its_reentrant_checkpointing_recomputes_the_blocks(llama):
 
 
 def test_a_vision_transformer():
-    config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
-    model = transformers.ViTForImageClassification(config)
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, image_size=32, patch_size=8))
     octavo.convert(model, "tensorwise", skip=["*.projection"])
     flow = octavo.dtype_flow(model, torch.randn(2, 3, 32, 32))
     assert {each.what for each in flow.left_out} == {"convolution", "attention", "linear layer"}

@@ -20,12 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:DTensor .* may not have complete
 LINEARS, STEPS = 6 * 5, 3
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _leave_the_group() -> Iterator[None]:
     """Restores what torchtitan's start changes: the environment that names the group, and the group."""
     before = dict(os.environ)
     yield
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
 
@@ -34,7 +35,6 @@ def fp8(**settings: Any) -> Any:
     return FP8Converter.Config(**settings)
 
 
-@pytest.mark.usefixtures("_leave_the_group")
 def test_the_trainer_runs_in_fp8() -> None:
     trainer = titan.make_trainer(converters=[fp8()])
     (model,) = trainer.model_parts
@@ -46,15 +46,11 @@ def test_the_trainer_runs_in_fp8() -> None:
     assert [module for module in linears if not isinstance(module, FP8Linear)] == [model.lm_head]
 
 
-@pytest.mark.usefixtures("_leave_the_group")
 def test_selective_checkpointing_saves_the_gemms() -> None:
     trainer = titan.make_trainer(converters=[fp8(skip=["*.w2"])], activation_checkpoint=SelectiveAC.Config())
-    counts = operations(lambda: titan.train(trainer, 1))
-    assert counts["octavo::scaled_mm"] == (LINEARS - 6) * 3
+    assert operations(lambda: titan.train(trainer, 1))["octavo::scaled_mm"] == (LINEARS - 6) * 3
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo reads it
-@pytest.mark.usefixtures("_leave_the_group")
 def test_blocks_compile_as_one_graph_each() -> None:
     torch._dynamo.utils.counters.clear()
     trainer = titan.make_trainer(converters=[fp8()], compile=titan.CompileConfig(enable=True, backend="aot_eager"))
@@ -63,7 +59,6 @@ def test_blocks_compile_as_one_graph_each() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.usefixtures("_leave_the_group")
 def test_adapters_of_torchtitan_train_around_fp8_layers() -> None:
     lora = titan.LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wqkv", "wo"])
     trainer = titan.make_trainer(converters=[fp8(), lora])
@@ -76,7 +71,6 @@ def test_adapters_of_torchtitan_train_around_fp8_layers() -> None:
     assert counts["octavo::scaled_mm"] == STEPS * (3 * LINEARS - 1)  # no dw; no dx of the first layer
 
 
-@pytest.mark.usefixtures("_leave_the_group")
 def test_delayed_scales_are_updated_after_each_step() -> None:
     trainer = titan.make_trainer(converters=[fp8(recipe="delayed")])
     titan.train(trainer, STEPS)
@@ -148,7 +142,6 @@ def test_two_ranks_share_layers() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # torchtitan's router asks for float32
-@pytest.mark.usefixtures("_leave_the_group")
 def test_experts_run_in_fp8() -> None:
     mixture = titan.qwen3.model_registry("debugmodel_moe", converters=[fp8()])
     trainer = titan.make_trainer(converters=[], model_spec=mixture)

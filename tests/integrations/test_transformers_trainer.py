@@ -1,14 +1,11 @@
 """The Trainer of Hugging Face transformers, and Accelerate, on converted models."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from bits import bits
 from linear_examples import converted_model
 from operation_counts import operations
-from tiny_models import IDS, Folders
+from tiny_models import IDS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import octavo
@@ -19,11 +16,11 @@ GEMMS = 3 * 2 * 4  # y, dx and dw of q+k+v, o, gate+up and down in two blocks
 ROWS = [{"input_ids": row, "labels": row} for row in IDS.repeat(8, 1)]
 
 
-def converted(folder: Path, recipe: str) -> Any:
+def converted(folder, recipe):
     return converted_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), recipe)
 
 
-def make_trainer(model: Any, out: Path, **settings: Any) -> Trainer:
+def make_trainer(model, out, **settings):
     """Two micro-batches of two rows make a step."""
     settings = {"max_steps": STEPS, "save_strategy": "no"} | settings
     args = TrainingArguments(
@@ -33,11 +30,11 @@ def make_trainer(model: Any, out: Path, **settings: Any) -> Trainer:
     return Trainer(model, args, train_dataset=ROWS, callbacks=[ScaleUpdates()])
 
 
-def losses(trainer: Trainer) -> list[float]:
+def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_the_trainer_runs_in_fp8_and_saves_the_plain_model(made: Folders, tmp_path: Path) -> None:
+def test_the_trainer_runs_in_fp8_and_saves_the_plain_model(made, tmp_path):
     model = converted(made("llama"), "rowwise")
     trainer = make_trainer(model, tmp_path)
     with octavo.scales.cast_once(model):
@@ -52,10 +49,9 @@ def test_the_trainer_runs_in_fp8_and_saves_the_plain_model(made: Folders, tmp_pa
 
 
 @pytest.mark.slow
-def test_scales_are_updated_after_each_step_and_resume(made: Folders, tmp_path: Path) -> None:
-    whole = make_trainer(
-        converted(made("llama"), "delayed"), tmp_path / "whole", max_steps=3, save_steps=2, save_strategy="steps"
-    )
+def test_scales_are_updated_after_each_step_and_resume(made, tmp_path):
+    saving = {"save_steps": 2, "save_strategy": "steps"}
+    whole = make_trainer(converted(made("llama"), "delayed"), tmp_path / "whole", max_steps=3, **saving)
     whole.train()
     scales = octavo.scales.scale_state(whole.model)
     assert {int(t) for name, t in scales.items() if name.endswith(".steps")} == {3}

@@ -2,10 +2,10 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -32,7 +32,6 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def model() -> Any:
-    torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, pad_token_id=0, eos_token_id=1)).bfloat16()
 
@@ -82,8 +81,5 @@ def test_answers_are_those_of_each_prompt_alone(model: Any, tokenizer: Any, tmp_
 
 
 def test_vllm_beside_it_is_refused() -> None:
-    class Trainer:
-        use_vllm = True
-
     with pytest.raises(ValueError, match="leave use_vllm"):
-        Rollouts(None)(["w1"], Trainer())
+        Rollouts(None)(["w1"], SimpleNamespace(use_vllm=True))

@@ -42,13 +42,11 @@ def check(model: nn.Module, batch: Any, left: set[str]) -> None:
 )
 def test_models_of_timm(name: str, left: set[str]) -> None:
     timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
     check(timm.create_model(name).eval(), torch.randn(2, 3, 224, 224), left)
 
 
 def test_a_diffusion_transformer_of_diffusers() -> None:
     diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(0)
     model = diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=32, in_channels=4, num_layers=2, sample_size=8,
         norm_type="ada_norm_zero", num_embeds_ada_norm=10,
@@ -60,7 +58,6 @@ def test_a_diffusion_transformer_of_diffusers() -> None:
 
 def test_a_unet_of_diffusers() -> None:
     diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(0)
     model = diffusers.UNet2DConditionModel(
         sample_size=8, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32, attention_head_dim=8,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), norm_num_groups=8,

@@ -105,12 +105,7 @@ def test_every_other_word_stands_for_a_command_that_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("tr", {"train"}),
-        ("train --res", {"--resume"}),
-        ("pack --sch", {"--scheme"}),
-    ],
+    ("words", "offered"), [("tr", {"train"}), ("train --res", {"--resume"}), ("pack --sch", {"--scheme"})]
 )
 def test_a_shell_completes_commands_and_options(octavo, monkeypatch, words, offered):
     given = ["octavo", *words.split()]

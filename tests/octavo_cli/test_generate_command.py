@@ -31,11 +31,9 @@ def llama(made):
 @pytest.fixture
 def piped(monkeypatch):
     """piped(bytes): these are on standard input."""
-
-    def pipe(content: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=lambda: False))
-
-    return pipe
+    return lambda content: monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=lambda: False)
+    )
 
 
 def greedy(folder, prompt: str) -> list[int]:
@@ -166,14 +164,10 @@ def test_a_terminal_is_not_waited_for(refused, tmp_path, monkeypatch):
     assert "no prompt: give --prompt TEXT, --file FILE, or prompts on standard input" in refused("generate", tmp_path)
 
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
-
-
 def test_a_chat_has_the_template_of_the_tokenizer(octavo, llama, tmp_path):
     folder = shutil.copytree(llama, tmp_path / "chat")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    each = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(each + "{% if add_generation_prompt %}<bot>{% endif %}")
     plain, chat = (
         generated(octavo, folder, "--prompt", prompt, *words, *GREEDY)["texts"][0]
         for prompt, words in (("<user>It was<bot>", ()), ("It was", ("--chat",)))

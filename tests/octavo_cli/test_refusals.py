@@ -164,9 +164,7 @@ def places(tmp_path_factory, made, trained):
     """A folder with text.txt, the runs bf16, fp8, again (another seed) and bare (no tokenizer), packed, and llama."""
     root = shutil.copytree(trained, tmp_path_factory.mktemp("places") / "places")
     change_json(shutil.copytree(root / "bf16", root / "again") / "config.json", lambda config: config.update(seed=9))
-    shutil.copytree(root / "bf16", root / "bare")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (root / "bare" / "model" / name).unlink()
+    shutil.copytree(root / "bf16", root / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     shutil.copytree(made("llama"), root / "llama")
     for name, text in FILES.items():
         (root / name).write_text(text)

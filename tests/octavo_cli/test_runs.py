@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +19,11 @@ from octavo.checkpoint.folder import RunFolder
 from octavo.report.training_page import sparkline
 from octavo.train.config import Config, settings_of
 from octavo.train.run_records import ONE_SEED
+from octavo.train.settings import load_config
 from octavo.train.trainer import Trainer
 from octavo_cli.train import _advice
 
 QUICK = ("train", "tiny.toml", "--data=text.txt", "--recipe=bf16", "--out=run")
-
-
-def written_settings(run):
-    return Config.from_dict(json.loads((run / "config.json").read_text()))
 
 
 # --- train
@@ -40,7 +36,7 @@ def test_a_run_and_its_continuation(printed, here):
     assert all(part in steps[0] for part in ("loss", "lr", "grad norm", "tokens/s", "ETA"))
     assert "delayed: 7 linear layers converted, 1 skipped" in out
     assert out.splitlines()[-1] == "done: 4 steps in run"
-    assert written_settings(here / "run").data == (f"{here}/text.txt", f"{here}/other.txt")
+    assert load_config(here / "run" / "config.json").data == (f"{here}/text.txt", f"{here}/other.txt")
     out = printed("train", "--resume", "run", "--steps", "6", "--log-every", "2")
     assert "resumed from run/step-00000004" in out
     assert out.splitlines()[-1] == "done: 6 steps in run"
@@ -51,7 +47,7 @@ def test_settings_may_come_first_and_without_a_file(printed, here):
     tiny = [f"--{name}={value}" for name, value in SMALLEST.items() if name != "steps"]
     out = printed("train", "--steps", "3", *tiny, "--no-tied", *QUICK[2:])
     assert out.splitlines()[-1] == "done: 3 steps in run"
-    assert written_settings(here / "run").tied is False
+    assert load_config(here / "run" / "config.json").tied is False
 
 
 @pytest.mark.usefixtures("default_signals")
@@ -183,23 +179,18 @@ def test_runs_without_memory_or_with_other_steps_are_compared_too(printed, train
     assert [part for part in ("%", ONE_SEED, "recipe") if part in out] == []
 
 
-@pytest.fixture(scope="module")
-def groups(trained, tmp_path_factory):
+def test_groups_of_runs_are_decided(printed, trained, tmp_path):
     """Four runs of BF16 with seeds, four in FP8 that end 0.1 % higher with some spread, and two twins."""
-    root = tmp_path_factory.mktemp("groups")
-    changes: dict[str, dict[str, Any]] = {"bf16": {}, "fp8": {"recipe": "rowwise"}, "twin": {"disturb": 0.1}}
+    changes = {"bf16": {}, "fp8": {"recipe": "rowwise"}, "twin": {"disturb": 0.1}}
     for name, settings in changes.items():
         factor = 1.001 if name == "fp8" else 1
         for seed in range(2 if name == "twin" else 4):
-            run = shutil.copytree(trained / "bf16", root / f"{name}-{seed}")
+            run = shutil.copytree(trained / "bf16", tmp_path / f"{name}-{seed}")
             change_json(run / "config.json", lambda config, new={"seed": seed} | settings: config.update(new))
             losses = {s: (4.0 - s / 10 + seed / 10) * (factor + seed * 1e-5 * (factor > 1)) for s in (2, 4, 6)}
             lines = [json.dumps({"step": s, "evaluation_loss": loss}) for s, loss in losses.items()]
             (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    return sorted(root.iterdir())
-
-
-def test_groups_of_runs_are_decided(printed, groups):
+    groups = sorted(tmp_path.iterdir())
     lines = printed("compare", *groups, "--decide", "0.25%").splitlines()
     assert lines[0].split() == ["group", "pairs", "gap", "to", "bf16", "+-", "in", "steps", "verdict"]
     assert lines[1].split()[:3] == ["rowwise", "4", "+0.101%"]

@@ -218,11 +218,10 @@ def test_what_cannot_be_held(tmp_path, model, data):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("scheme", "layout"), [("channel", "compressed-tensors"), ("mx", "compressed-tensors"), ("block", "fp8")]
-)
-def test_what_is_measured_is_what_the_folder_gives(tmp_path, scheme, layout):
+@pytest.mark.parametrize("scheme", ["channel", "mx", "block"])
+def test_what_is_measured_is_what_the_folder_gives(tmp_path, scheme):
     """To the bit, for each combination of layers: against the packed layers put into the model one by one, here."""
+    layout = "fp8" if scheme == "block" else "compressed-tensors"
     source = write_model(tmp_path / "llama", "llama", hidden_size=128, intermediate_size=128, num_key_value_heads=4)
     pack(source, tmp_path / "packed", scheme=scheme, layout=layout)
     switched = PartlyPackedModel(open_source(source), PackOptions(scheme=scheme, layout=layout), "cpu")
@@ -248,21 +247,17 @@ def by_hand(x: Tensor, weight: Any, scheme: Any) -> Tensor:
 # ---- A budget measured on a GPU, by its FP8 GEMMs, against the same on the CPU
 
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["channel", "tensor"])
 def test_a_gpu_measures_what_a_cpu_does(tmp_path, scheme):
-    source = write_model(tmp_path / "llama", "llama", **SIZES)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    source = write_model(tmp_path / "llama", "llama", **sizes)
     data = write_data(tmp_path / "data.jsonl")
     options = PackOptions(scheme=scheme)
     _, free = pack_within(source, tmp_path / "free", [Budget("kl", 99)], data, options, prompts=MANY)
     budget = Budget("kl", free.all_packed.kl.value / 2)
-    cpu, cuda = (
-        pack_within(source, tmp_path / device, [budget], data, options, prompts=MANY, device=device)[1]
-        for device in ("cpu", "cuda")
-    )
+    _, cpu = pack_within(source, tmp_path / "cpu", [budget], data, options, prompts=MANY)
+    _, cuda = pack_within(source, tmp_path / "cuda", [budget], data, options, prompts=MANY, device="cuda")
     assert cuda.quality.kl.value <= budget.limit < cuda.all_packed.kl.value
     assert cuda.all_packed.kl.value == pytest.approx(cpu.all_packed.kl.value, rel=0.2)
     harms = {group.layers: group.harm for group in cpu.ranking}

@@ -32,9 +32,8 @@ from octavo.verification import layer_spec, verify
 @pytest.mark.parametrize("cache", [None, "fp8"])
 @pytest.mark.parametrize("scheme", ["static", "channel", "block"])
 def test_there_and_back_again_changes_no_bit(made, tmp_path, scheme, cache):
-    plain, packed = (
-        made("llama", scheme=scheme, layout=name, kv_cache=cache) for name in ("compressed-tensors", "modelopt")
-    )
+    layouts = "compressed-tensors", "modelopt"
+    plain, packed = (made("llama", scheme=scheme, layout=name, kv_cache=cache) for name in layouts)
     assert convert_layout(plain, tmp_path / "there", layout="modelopt").lossless
     assert convert_layout(tmp_path / "there", tmp_path / "back").lossless
     assert same_bytes(tmp_path / "there", packed)
@@ -185,8 +184,7 @@ def test_what_is_cast_again_states_its_loss(folders, tmp_path, name, scheme):
         noise = (before[key] - after[key]).square().sum()
         assert db == pytest.approx(float(10 * torch.log10(before[key].square().sum() / noise)), abs=1e-3)
         assert 20 < db < 60
-    record = json.loads((tmp_path / "out" / "octavo.json").read_text())
-    assert record["sqnr_db"] == pytest.approx(result.sqnr)
+    assert json.loads((tmp_path / "out" / "octavo.json").read_text())["sqnr_db"] == pytest.approx(result.sqnr)
     assert {PackedTensors(tmp_path / "out").packing.schemes[key].name for key in before} == {scheme}
 
 
@@ -220,11 +218,7 @@ NAME = "model.layers.0.mlp.up_proj.weight_scale"
     ],
 )
 def test_damaged_folders(folders, tmp_path, how, name, scale, message):
-    bad = tmp_path / "bad"
-    if how:
-        pack(folders["bf16"], bad, **how)
-    else:
-        shutil.copytree(folders["channel"], bad)
+    bad = pack(folders["bf16"], tmp_path / "bad", **how).folder
     change_tensors(bad, lambda t: t.pop(name) if scale is None else t.update({name: scale}))
     with pytest.raises(ArtifactError, match=message):
         PackedTensors(bad)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -36,7 +35,7 @@ def runs(tmp_path_factory):
     make_model(root / "mixtral bf16", "mixtral")
     pack(root / "mixtral bf16", root / "mixtral base", experts=True)
     for kind in ("bf16", "packed", "mixtral"):
-        settings: dict[str, Any] = {
+        settings = {
             "model": str(root / f"{kind} base"), "lora": 4, "targets": TARGETS if kind == "mixtral" else (),
             "data": (str(root / "text.txt"),), "out": str(root / kind), "context": 32, "steps": 6, "warmup": 0,
             "learning_rate": 5e-3, "min_learning_rate": 5e-3, "device": "cpu", "batch": 2,
@@ -65,7 +64,7 @@ def merged_by_peft(base, run, out):
 
 @pytest.mark.parametrize("kind", ["bf16", "packed", "mixtral"])
 def test_the_merged_weights_are_those_of_peft(runs, tmp_path, kind):
-    how: dict[str, Any] = {"experts": True} if kind == "mixtral" else {}
+    how = {"experts": True} if kind == "mixtral" else {}
     report = pack(runs / kind, tmp_path / "packed", **how)
     pack(merged_by_peft(runs / f"{kind} base", runs / kind, tmp_path / "merged"), tmp_path / "theirs", **how)
     found, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "theirs"))
@@ -121,8 +120,7 @@ def test_a_small_update_is_lost_and_a_large_one_is_kept(runs, tmp_path, factor, 
 
 def test_a_calibration_is_of_the_merged_model(runs, tmp_path):
     calibrate(runs / "bf16", [str(runs / "text.txt")], tmp_path / "calibrated", prompts=PromptOptions(4, 32))
-    report = pack(runs / "bf16", tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
-    assert report.updates
+    assert pack(runs / "bf16", tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated").updates
     other = scaled(runs, tmp_path / "run", 2)
     with pytest.raises(ArtifactError, match="is a calibration of another model"):
         pack(other, tmp_path / "other", scheme="static", calibration=tmp_path / "calibrated")

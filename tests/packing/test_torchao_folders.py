@@ -1,8 +1,6 @@
 """Folders of transformers with torchao's weights in E4M3, against torchao's own tensors and the files' bytes."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,11 +26,10 @@ CONFIGS = {
     "weight": Float8WeightOnlyConfig(),
 }
 UP = "model.layers.0.mlp.up_proj"
-IDS = torch.arange(24)[None]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     """A BF16 model, and what transformers and torchao make of it."""
     root = tmp_path_factory.mktemp("torchao")
     make_model(root / "bf16", "llama", num_hidden_layers=1)
@@ -40,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         # torchao writes it on a GPU alone
         patch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)
         for name, config in CONFIGS.items():
-            options: Any = {"quantization_config": TorchAoConfig(config), "dtype": torch.bfloat16}
+            options = {"quantization_config": TorchAoConfig(config), "dtype": torch.bfloat16}
             model = AutoModelForCausalLM.from_pretrained(root / "bf16", **options)
             model.save_pretrained(root / name, max_shard_size="60KB" if name == "channel" else "5GB")
             weights = {key: p.dequantize() for key, p in model.state_dict().items() if hasattr(p, "qdata")}
@@ -49,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("scheme", CONFIGS)
-def test_adapters_around_them_have_their_gradients(folders, scheme) -> None:
+def test_adapters_around_them_have_their_gradients(folders, scheme):
     stored = torch.load(folders[f"{scheme}.pt"])
     weights = {name.removesuffix(".weight"): w for name, w in stored.items()}
     config = support(LoraConfig(r=4, target_modules=list({name.rpartition(".")[2] for name in weights})))
@@ -57,8 +54,8 @@ def test_adapters_around_them_have_their_gradients(folders, scheme) -> None:
 
 
 @pytest.mark.parametrize("scheme", CONFIGS)
-def test_loaded_and_unpacked_weights_are_those_of_torchao(folders, tmp_path, scheme) -> None:
-    model: Any = octavo.load(folders[scheme])
+def test_loaded_and_unpacked_weights_are_those_of_torchao(folders, tmp_path, scheme):
+    model = octavo.load(folders[scheme])
     assert {m.scheme.name for m in model.modules() if hasattr(m, "scheme")} == {scheme}
     unpack(folders[scheme], tmp_path / "wide")
     theirs, wide = torch.load(folders[f"{scheme}.pt"]), load_file(tmp_path / "wide" / "model.safetensors")
@@ -66,12 +63,12 @@ def test_loaded_and_unpacked_weights_are_those_of_torchao(folders, tmp_path, sch
     assert all(torch.equal(wide[name], weight) for name, weight in theirs.items())
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
     with torch.no_grad():
-        found, expected = (m(IDS).logits.float() for m in (model, plain))
+        found, expected = (m(torch.arange(24)[None]).logits.float() for m in (model, plain))
     error = (found - expected).square().mean() / expected.square().mean()
     assert error < (1e-3 if scheme == "weight" else 1e-2)  # in FP8 inputs are rounded too
 
 
-def test_a_folder_of_several_files_has_the_bytes_of_torchao(folders, tmp_path) -> None:
+def test_a_folder_of_several_files_has_the_bytes_of_torchao(folders, tmp_path):
     """The data and the scales move to another layout as they are."""
     parts = [load_file(path) for path in sorted(folders["channel"].glob("*.safetensors"))]
     stored = {name: t for part in parts for name, t in part.items()}
@@ -83,7 +80,7 @@ def test_a_folder_of_several_files_has_the_bytes_of_torchao(folders, tmp_path) -
 
 
 @pytest.mark.parametrize("scheme", CONFIGS)
-def test_verify_reads_it(folders, tmp_path, scheme) -> None:
+def test_verify_reads_it(folders, tmp_path, scheme):
     report = verify(folders[scheme], folders["bf16"])
     assert report.ok, report.findings
     assert [layer.spec for layer in report.layers] == ["tensor, input tensor" if scheme == "tensor" else scheme] * 7
@@ -98,7 +95,7 @@ def test_verify_reads_it(folders, tmp_path, scheme) -> None:
         assert (finding.kind, finding.where) == ("weights", f"{UP}.weight")
 
 
-def test_inspect_lists_it(folders, printed) -> None:
+def test_inspect_lists_it(folders, printed):
     listed = printed("inspect", folders["tensor"])
     assert "torchao: 7 layers packed" in listed
     (row,) = (line.split() for line in listed.splitlines() if line.startswith(f"{UP}.weight "))
@@ -119,7 +116,7 @@ PLAIN = {"_type": "Float8WeightOnlyConfig", "_data": {}}
         ("int8", "quant_type is None"),
     ],
 )
-def test_another_configuration_of_torchao_is_refused(folders, tmp_path, quant_type, message) -> None:
+def test_another_configuration_of_torchao_is_refused(folders, tmp_path, quant_type, message):
     folder = shutil.copytree(folders["weight"], tmp_path / "bad")
     change_config(folder, quant_type=quant_type)
     with pytest.raises(ArtifactError, match=message):
@@ -127,7 +124,7 @@ def test_another_configuration_of_torchao_is_refused(folders, tmp_path, quant_ty
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_layers_that_torchao_converted_are_named_and_restored(gathered: bool) -> None:
+def test_layers_that_torchao_converted_are_named_and_restored(gathered):
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16, bias=False))
     state, x = {name: t.clone() for name, t in model.state_dict().items()}, torch.randn(16, 64)
     expected = model(x)

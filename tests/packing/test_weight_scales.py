@@ -13,7 +13,7 @@ import torch
 from packed_examples import load_float32, write_run
 from safetensors.torch import load_file, save_file
 from saved_checkpoints import save_checkpoint
-from tiny_models import make_model, open_theirs, outputs
+from tiny_models import make_model, open_theirs, outputs, same_bits
 from torch import Tensor, nn
 
 from octavo import convert
@@ -27,7 +27,6 @@ from octavo.nn import Linear
 from octavo.numerics import TENSOR, Cast, History, group
 from octavo.ops import quantize
 from octavo.packing import pack, scale_search
-from octavo.packing.packer import PackReport
 from octavo.recipe import delayed
 from octavo.scales import update_scales
 from octavo.train.optimizer import first_state
@@ -108,8 +107,7 @@ def test_a_delayed_run_packs_its_forward_pass(runs, tmp_path, name):
             for history in module.histories.values():
                 history.ready = False
     assert not torch.equal(fresh(tokens(9)), trained(tokens(9)))  # so the scales are not those of the tensors now
-    record = json.loads((tmp_path / "out" / "octavo.json").read_text())
-    assert record["calibration"] == {"rule": "history"}
+    assert json.loads((tmp_path / "out" / "octavo.json").read_text())["calibration"] == {"rule": "history"}
     if name == "llama":
         assert report.skipped["model.layers.0.mlp.down_proj"] == "training left it in BF16"
         config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -134,8 +132,7 @@ def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs, tmp_path):
     report = pack(run, tmp_path / "cache", **calibrated)
     pack(run, tmp_path / "asked", scheme="static", **calibrated)
     own, cache, asked = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "cache", "asked"))
-    for name, tensor in own.items():
-        assert torch.equal(tensor.view(torch.uint8), cache[name].view(torch.uint8)), name
+    assert same_bits({name: cache[name] for name in own}, own)
     scales = {f"model.layers.{i}.self_attn.{x}" for i in range(2) for x in "kv"}
     assert cache.keys() - own.keys() == {f"{name}_scale" for name in scales}
     assert all(float(cache[f"{name}_scale"]) == float(found.scale(name, "amax")) for name in scales)
@@ -186,7 +183,7 @@ def packing(source, tmp_path_factory):
     root = tmp_path_factory.mktemp("packed")
 
     @cache
-    def make(scheme: str, weights: str, pow2: bool) -> PackReport:
+    def make(scheme, weights, pow2):
         return pack(source, root / f"{scheme} {weights} {pow2}", scheme=scheme, weights=weights, pow2=pow2)
 
     return make

@@ -189,5 +189,4 @@ def test_bytes_of_a_parameter_are_those_of_the_tensors(state, weights):
 
 
 def test_accumulation_holds_gradients_in_fp32():
-    settings = OptimizerSettings(weights="bf16")
-    assert [states_of(settings, bf16(), accumulate=n).gradient for n in (1, 2)] == [2, 4]
+    assert [states_of(OptimizerSettings(weights="bf16"), bf16(), accumulate=n).gradient for n in (1, 2)] == [2, 4]

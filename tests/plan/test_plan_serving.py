@@ -22,8 +22,7 @@ MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/gpu_serve.json
 
 
 def serve(scheme: str, batch: int, context: int, cache: str = "bf16") -> ServingPlan:
-    settings = {"batch": batch, "context": context}
-    return Case("llama-3.1-8b", settings, "h100", scheme=scheme, cache=cache).serving()
+    return Case("llama-3.1-8b", {"batch": batch, "context": context}, "h100", scheme=scheme, cache=cache).serving()
 
 
 @pytest.mark.parametrize(("scheme", "key"), [("bf16", "bf16"), ("channel", "ours")])
@@ -60,8 +59,7 @@ def test_a_packed_layer_takes_the_bytes_that_are_planned(scheme):
     packed = PackedLinear(nn.Linear(k, n, bias=False), scheme)
     q = quantize(torch.randn(n, k), scheme.weight)
     packed.weight, packed.weight_scale = q.data, scheme.stored_scale(q)
-    held = sum(buffer.nbytes for buffer in packed.buffers())
-    assert weight_bytes(with_layers(Layer("o", k, n)), scheme) == held
+    assert weight_bytes(with_layers(Layer("o", k, n)), scheme) == sum(buffer.nbytes for buffer in packed.buffers())
 
 
 def test_routers_stay_in_bf16_and_each_expert_has_its_scales():

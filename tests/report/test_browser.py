@@ -23,8 +23,6 @@ from octavo.verification.findings import Invocation, LayerReport, Report
 
 pytestmark = pytest.mark.slow
 
-_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-
 
 class Browser:
     """One tab. `open` shows a page, and fails on an error on its console and on a request other than for the page."""
@@ -66,9 +64,8 @@ class Browser:
 
     def wait_for(self, selector: str, text: str) -> str:
         """The text of an element as soon as it has `text`. A chart follows the mouse in its next frame."""
-        WebDriverWait(self.driver, HANG, 0.02).until(
-            lambda _: text in self.text(selector), f"no {text!r} in {selector}"
-        )
+        wait = WebDriverWait(self.driver, HANG, 0.02)
+        wait.until(lambda _: text in self.text(selector), f"no {text!r} in {selector}")
         return self.text(selector)
 
     def point(self, selector: str, right: float, down: float, *, click: bool = False) -> None:
@@ -97,7 +94,7 @@ def browser() -> Iterator[Browser]:
         pytest.skip(missing)
     options = webdriver.ChromeOptions()
     options.binary_location = program
-    for flag in _FLAGS:
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options, Service(chromedriver))
@@ -180,9 +177,8 @@ def test_the_filter_hides_layers_everywhere(browser: Browser, page: Path) -> Non
     browser.open(page)
     browser.find("#filter").send_keys("layers.1. MLP")
     assert browser.text("#shown") == "2 of 73 layers"
-    assert browser.run("[...document.querySelectorAll('#layer option')].map(o => o.text)") == [
-        "model.layers.1.mlp.up", "model.layers.1.mlp.down",
-    ]  # fmt: skip
+    options = browser.run("[...document.querySelectorAll('#layer option')].map(o => o.text)")
+    assert options == ["model.layers.1.mlp.up", "model.layers.1.mlp.down"]
     shown = browser.run("[...document.querySelectorAll('tr[data-layer]')].filter(r => !r.hidden).length")
     assert shown == 2  # of what ran where; the event is of another layer
     browser.point("#heat .u-over", 0.5, 0.75)
@@ -239,10 +235,8 @@ def test_each_chart_has_its_data_as_a_table(browser: Browser, page: Path) -> Non
     for chart, head in (("loss", "step"), ("heat", "layer"), ("histogram", "magnitude")):
         browser.find(f"#{chart} summary").click()
         browser.wait_for(f"#{chart} .wide", head)  # the page fills the table when the event of the click arrives
-        script = (
-            f"[...document.querySelectorAll('#{chart} details tr')].map(r => [...r.children].map(c => c.textContent))"
-        )
-        rows[chart] = browser.run(script)
+        found = f"[...document.querySelectorAll('#{chart} details tr')]"
+        rows[chart] = browser.run(f"{found}.map(r => [...r.children].map(c => c.textContent))")
     assert rows["loss"][0] == ["step", "rowwise", "rowwise evaluation", "bf16", "bf16 evaluation"]
     assert len(rows["loss"]) == 2001
     assert (len(rows["heat"]), len(rows["heat"][0])) == (74, 41)
@@ -271,9 +265,8 @@ def test_a_page_of_one_step_takes_every_key(browser: Browser, tmp_path: Path) ->
     browser.open(path)
     for chart in ("loss", "heat", "histogram"):
         browser.run(f"document.querySelector('#{chart} .plot').focus()")
-        browser.press(
-            Keys.END, Keys.ARROW_LEFT, Keys.HOME, Keys.ARROW_RIGHT, Keys.PAGE_UP, Keys.ARROW_DOWN, Keys.ESCAPE
-        )
+        browser.press(Keys.END, Keys.ARROW_LEFT, Keys.HOME, Keys.ARROW_RIGHT)
+        browser.press(Keys.PAGE_UP, Keys.ARROW_DOWN, Keys.ESCAPE)
     assert browser.text("#heat .readout").startswith("model.layers.0.attn.k_proj, step 1: ")
     browser.check()
 

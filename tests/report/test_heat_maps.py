@@ -85,8 +85,7 @@ def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
 
 
 def test_histograms_are_those_of_their_steps():
-    watched = watched_of(5, STEPS)
-    found = heat_maps.histograms_at(watched, [10, 100])
+    found = heat_maps.histograms_at(watched_of(5, STEPS), [10, 100])
     cube = operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[[1, 19]]
     dy = found["operands"]["dy"]
     shares = np.frombuffer(base64.b64decode(dy["shares"]), "<u2").reshape(2, 5, BINADES)

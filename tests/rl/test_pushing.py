@@ -158,8 +158,7 @@ def test_the_checksum_is_of_names_shapes_and_sums(made):
 
 def adapted(model, seed=0):
     torch.manual_seed(seed)
-    config = support(peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS))
-    wrapped: Any = peft.get_peft_model(model, config)
+    wrapped: Any = peft.get_peft_model(model, support(peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS)))
     with torch.no_grad():
         for name, p in wrapped.named_parameters():
             if "lora_B" in name:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import peft
 import pytest
@@ -152,7 +151,7 @@ def test_a_model_in_bf16_against_eight_bits(made):
 def test_adapters_and_padding(made):
     model, served = pair(made)
     config = support(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    wrapped: Any = peft.get_peft_model(model, config)
+    wrapped = peft.get_peft_model(model, config)
     push(wrapped, served)
     mask = torch.ones_like(IDS)
     mask[1, :5] = 0

@@ -27,10 +27,10 @@ LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=1, mlp_
 TOKENS = torch.arange(32).view(2, 16)
 
 
-def saved_and_gradients(config, table, recipe="rowwise"):
+def saved_and_gradients(table, recipe):
     """The elements that autograd saves for the backward pass beside weights and states of generators; the gradients."""
     torch.manual_seed(0)
-    model = build(config)
+    model = build(LLAMA)
     convert(model, recipe)
     prepare_blocks(model, Config.from_dict(table))
     weights = {p.data_ptr() for p in model.parameters()}
@@ -57,12 +57,12 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
 def test_compiled_blocks_recompute(recipe):
     """In every version of PyTorch: 2.11 saved all tensors of layers that Dynamo traces, as those with histories."""
     compiled = {"compile": {"blocks": True, "backend": "aot_eager_decomp_partition"}}
-    saved, expected = {}, saved_and_gradients(LLAMA, {}, recipe)[1]
+    saved, expected = {}, saved_and_gradients({}, recipe)[1]
     for mode in ("none", "full", "selective"):
         torch._dynamo.reset()
         counters.clear()
         table = compiled | {"activation_checkpointing": {"mode": mode}}
-        saved[mode], actual = saved_and_gradients(LLAMA, table, recipe)
+        saved[mode], actual = saved_and_gradients(table, recipe)
         assert counters["stats"]["unique_graphs"] >= 1
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)

@@ -84,27 +84,17 @@ def refuses(trainer, folder, *essentials):
     assert differing(snapshot(trainer), before) == []
 
 
-def cut(name, share):
-    def damage(folder):
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: int(len(content) * share)])
-
-    return damage
+def edited(name, change):
+    """The bytes of a file, changed."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
 def described(change):
-    def damage(folder):
-        values = json.loads((folder / "train.json").read_text())
-        (folder / "train.json").write_text(change(values))
-
-    return damage
+    return edited("train.json", lambda content: json.dumps(change(json.loads(content))).encode())
 
 
 def stored(name, change):
-    def damage(folder):
-        save_file(change(load_file(folder / name)), folder / name)
-
-    return damage
+    return lambda folder: save_file(change(load_file(folder / name)), folder / name)
 
 
 def cast(dtype):
@@ -120,17 +110,16 @@ def without(tensors, name):
 
 
 TENSORS, RANDOM, MOMENT = FILES[:2], "random.cpu", "model.norm.weight.exp_avg"
-ADVICE = "start it again in another folder"
+NO_OBJECTS, ADVICE = (b"not json", b"[]", b"3", b"null", b"{}", b"\xff\xfe"), "start it again in another folder"
 DAMAGES = [  # what is done to the folder, and what the error must contain
     *((lambda folder, name=name: (folder / name).unlink(), [name, "is missing", ADVICE]) for name in FILES),
-    *((cut(name, share), [name]) for name in FILES for share in (0, 0.1, 0.5, 0.9)),
-    *((described(lambda _, text=text: text), ["train.json"]) for text in ("not json", "[]", "3", "null", "{}")),
-    (lambda folder: (folder / "train.json").write_bytes(b"\xff\xfe"), ["train.json"]),
-    *((described(lambda v, key=key: json.dumps(without(v, key))), ["train.json", key]) for key in DESCRIBED),
-    *((described(lambda v, key=key: json.dumps(v | {key: None})), ["train.json", key]) for key in DESCRIBED),
+    *((edited(name, lambda b, n=n: b[: n * len(b) // 10]), [name]) for name in FILES for n in (0, 1, 5, 9)),
+    *((edited("train.json", lambda _, text=text: text), ["train.json"]) for text in NO_OBJECTS),
+    *((described(lambda v, key=key: without(v, key)), ["train.json", key]) for key in DESCRIBED),
+    *((described(lambda v, key=key: v | {key: None}), ["train.json", key]) for key in DESCRIBED),
     *(
         (
-            described(lambda v, step=step: json.dumps(v | {"step": step})),
+            described(lambda v, step=step: v | {"step": step}),
             [f"train.json says that it is of step {step}, whose folder is step-{step:08d}: one of the two"],
         )
         for step in (0, 3, 5, 30)

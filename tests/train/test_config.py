@@ -34,8 +34,7 @@ def fails(*essentials, overrides=(), path=None):
 
 def test_file_overrides_defaults_and_command_line_overrides_file(tmp_path):
     text = 'layers = 6\nkv_heads = 1\nlearning_rate = 1\nskip = ["lm_head"]\n[compile]\nblocks = true\n'
-    path = write(tmp_path, text)
-    config = load_config(path, ["--kv-heads", "4", "--clip=0", "--compile.blocks", "false"])
+    config = load_config(write(tmp_path, text), ["--kv-heads", "4", "--clip=0", "--compile.blocks", "false"])
     assert (config.layers, config.kv_heads, config.compile.blocks, config.skip) == (6, 4, False, ("lm_head",))
     assert (config.width, config.data) == (256, ("stdlib",))
     assert type(config.learning_rate) is float

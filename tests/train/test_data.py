@@ -1,6 +1,7 @@
 import hashlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,16 +55,10 @@ def test_fingerprint_tells_tokens_and_split():
     assert len({base, build(["x" * 98 + "y"]).fingerprint, build(texts, fraction=0.5).fingerprint}) == 3
 
 
-class Wide:
-    vocabulary_size = 65537
-
-    def encode_batch(self, texts):
-        return [np.full(len(text), 65536, np.uint32) for text in texts]
-
-
 def test_ids_are_16_bits_where_they_fit():
     assert build(["x" * 99]).train.dtype == np.uint16
-    wide = build_corpus(["x" * 99], Wide(), 4, 0.25)
+    tokenizer = SimpleNamespace(vocabulary_size=65537, encode_batch=lambda texts: [np.full(99, 65536, np.uint32)])
+    wide = build_corpus(["x" * 99], tokenizer, 4, 0.25)
     assert wide.train.dtype == np.uint32
     assert set(wide.train) == {65536}
 

@@ -40,8 +40,7 @@ def test_the_interval_is_students_with_its_part_of_the_five_percent():
     for count in (3, 4, 10, 50):
         t = scipy.stats.t.ppf(1 - 0.05 / (count * (count - 1)), count - 1)
         assert half_width(count, 0.001) == pytest.approx(t * 0.001 / math.sqrt(count), rel=1e-6)
-    spent = sum(0.05 * 2 / (n * (n - 1)) for n in range(3, 100_000))
-    assert spent == pytest.approx(0.05, rel=1e-4)
+    assert sum(0.05 * 2 / (n * (n - 1)) for n in range(3, 100_000)) == pytest.approx(0.05, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +89,8 @@ def test_runs_are_grouped_by_settings_and_paired_by_seed_and_branch(run):
         run(5, 4, 3, 2.01, disturb=0.002),
     ]  # fmt: skip
     base, rowwise, twin = group_runs(runs)
-    assert [(group.name, group.twin, len(group.runs)) for group in (base, rowwise, twin)] == [
-        ("bf16", False, 3), ("rowwise", False, 2), ("twin", True, 1),
-    ]  # fmt: skip
+    groups = [(group.name, group.twin, len(group.runs)) for group in (base, rowwise, twin)]
+    assert groups == [("bf16", False, 3), ("rowwise", False, 2), ("twin", True, 1)]
     assert gaps_of(rowwise, base) == pytest.approx([0.1, 0.05])
     assert gaps_of(twin, base) == pytest.approx([0.01 / 9])
     assert slope_of(base) == pytest.approx(statistics.fmean([2 / 2, 2 / 3, 0]) / 20)

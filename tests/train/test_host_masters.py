@@ -15,7 +15,6 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.processes import Degrees, check_parallel, collect_between_steps
 from octavo.watching.storage import read_watch
 
-pytestmark = pytest.mark.usefixtures("slow_copies")
 HOST = {"optimizer": {"masters": "host"}}
 RUNS = [
     {"recipe": "bf16"},
@@ -30,8 +29,8 @@ RUNS = [
 ]
 
 
-@pytest.fixture
-def slow_copies(monkeypatch):
+@pytest.fixture(autouse=True)
+def _slow_copies(monkeypatch):
     """Gradients are taken as on their way until somebody waits, as those of a GPU are."""
     monkeypatch.setattr(torch.cpu.Event, "query", lambda event: False)
 
@@ -74,12 +73,10 @@ def test_the_device_holds_a_byte_of_each_weight_that_fp8_reads(begin, tmp_path):
         assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
         wide = [p for p in trainer.model.parameters() if not isinstance(p.data, GatheredWeight)]
         assert {p.dtype for p in wide} == {torch.float32}
-    trainer.lock.close()
     narrow = begin(recipe="bf16", out=str(tmp_path / "narrow"), **HOST)
     with narrow.state.on_device():
         matrices = [p for block in narrow.model.model.layers for p in block.parameters() if p.ndim == 2]
         assert {p.dtype for p in matrices} == {torch.bfloat16}
-    narrow.lock.close()
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
@@ -94,7 +91,6 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_of_its_layer(begin, cli
     kept = [name for name, p in trainer.model.named_parameters() if torch.equal(p, before[name])]
     assert (len(kept) == len(before)) == bool(clip)
     assert "model.layers.0.mlp.down_proj.weight" in kept
-    trainer.lock.close()
 
 
 def test_an_error_of_a_thread_ends_the_step(begin, monkeypatch):
@@ -106,7 +102,6 @@ def test_an_error_of_a_thread_ends_the_step(begin, monkeypatch):
             trainer.step()
     with pytest.raises(ZeroDivisionError):
         trainer.state.hosted.wait()
-    trainer.lock.close()
 
 
 def test_it_is_for_one_process():
@@ -124,7 +119,6 @@ def test_outside_of_a_pass_the_masters_compute_and_are_not_cast(begin):
         assert {m.weight_cache.q for m in trainer.model.modules() if isinstance(m, Linear)} == {None}
     trainer.evaluate()
     assert torch.equal(trainer.model(tokens), before)
-    trainer.lock.close()
 
 
 def test_a_promoted_layer_leaves_no_second_copy_of_the_weights(begin):
@@ -138,4 +132,3 @@ def test_a_promoted_layer_leaves_no_second_copy_of_the_weights(begin):
         promote(layer, "bf16")
         trainer.step()
         assert [held for held in before if held() is not None] == []
-    trainer.lock.close()

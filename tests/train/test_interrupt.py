@@ -38,19 +38,6 @@ def test_a_signal_that_is_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def signalled(trainer, monkeypatch, where, step):
-    owner = CheckpointWriter if where == "save" else trainer
-    original = getattr(owner, where)
-
-    def wrapped(*args, **kwargs):
-        result = original(*args, **kwargs)
-        if trainer.state.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    monkeypatch.setattr(owner, where, wrapped)
-
-
 @pytest.mark.parametrize(
     ("where", "step", "saved"),
     [("step", 3, 3), ("_log", 3, 4), ("evaluate", 4, 5), ("save", 4, 5), ("step", 4, 4), ("_log", 1, 2),
@@ -59,7 +46,16 @@ def signalled(trainer, monkeypatch, where, step):
 def test_the_step_it_stops_at_is_saved(begin, go_on, monkeypatch, records, where, step, saved):
     """A signal in the last step finds the run done."""
     trainer = begin(recipe="bf16")
-    signalled(trainer, monkeypatch, where, step)
+    owner = CheckpointWriter if where == "save" else trainer
+    original = getattr(owner, where)
+
+    def signalled(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if trainer.state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(owner, where, signalled)
     result = trainer.run()
     assert (result.step, result.interrupted) == (saved, "SIGTERM" if step < 8 else None)
     assert trainer.run_folder.newest() == trainer.run_folder.checkpoint(saved)

@@ -112,12 +112,10 @@ def test_a_damaged_line_is_named_and_nothing_after_it_is_lost(tmp_path, damage, 
 
 
 def test_a_terminal_has_a_live_line_and_a_file_has_lines():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     record = {"loss": 2.34567, "learning_rate": 1e-3, "gradient_norm": 1.0, "tokens_per_second": 1234.5}
-    live, file = LiveConsole(Terminal()), Console(file=io.StringIO())
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    live, file = LiveConsole(terminal), Console(file=io.StringIO())
     for console in (live, file):
         with live.bar:
             show(console, "training", 6, 1000)

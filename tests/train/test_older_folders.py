@@ -14,13 +14,12 @@ from ranks import run_ranks
 import octavo as package
 from octavo_cli import main
 
-OLD = Path(__file__).parents[1] / "fixtures" / "c1755f76"
 GOES_ON = {"run": (16, 5.392937660217285), "sharded": (12, 5.425895690917969)}  # steps, evaluation loss at the end
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    copy = shutil.copytree(OLD, tmp_path / "old")
+    copy = shutil.copytree(Path(__file__).parents[1] / "fixtures" / "c1755f76", tmp_path / "old")
     for settings in copy.glob("*/config.json"):
         settings.write_text(settings.read_text().replace("FOLDER", str(copy)))
     return copy
@@ -55,6 +54,5 @@ def test_the_watch_of_a_run_is_reported(printed, old: Path, tmp_path: Path, name
 
 
 def test_a_packed_folder_loads_and_verifies(printed, old: Path) -> None:
-    layer = package.load(old / "packed").get_submodule("model.layers.0.mlp.down_proj")
-    assert layer.in_features == 32
+    assert package.load(old / "packed").get_submodule("model.layers.0.mlp.down_proj").in_features == 32
     printed("verify", old / "packed", "--against", old / "sharded")

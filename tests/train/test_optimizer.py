@@ -17,15 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder
+from octavo.train import optimizer as optimizers
 from octavo.train.config import Config
-from octavo.train.optimizer import (
-    accumulate_in_fp32,
-    clip_gradients,
-    learning_rate,
-    make_optimizer,
-    optimizer_state,
-    set_learning_rate,
-)
+from octavo.train.optimizer import accumulate_in_fp32, clip_gradients, learning_rate, make_optimizer, optimizer_state
 from octavo.train.processes import Degrees, make_mesh
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
 
@@ -44,7 +38,6 @@ def test_matrices_decay_and_nothing_else_does(begin):
 
 def test_steps_are_those_of_adamw(settings):
     """Loshchilov and Hutter, algorithm 2, in float64, on gradients given."""
-    torch.manual_seed(0)
     config = settings(learning_rate=0.01, weight_decay=0.1, beta1=0.8, beta2=0.9)
     model = nn.Linear(3, 5)
     optimizer = make_optimizer(model, config)
@@ -94,18 +87,15 @@ def test_corners_of_the_learning_rate(settings, expected):
 # ---- Gradients: the sum of many in BF16 and the norm of all, against float64; and clipping
 
 
-MICRO_BATCHES = 300
-
-
 def make_layer():
     torch.manual_seed(0)
     return nn.Linear(8, 12, bias=False).bfloat16()
 
 
 def inputs():
-    """A small gradient with the same sign each time, so that a BF16 sum stops growing."""
+    """300 micro-batches: a small gradient with the same sign each time, so that a BF16 sum stops growing."""
     draw = torch.Generator().manual_seed(1)
-    return [1 + torch.rand(4, 8, generator=draw).bfloat16() / 8 for _ in range(MICRO_BATCHES)]
+    return [1 + torch.rand(4, 8, generator=draw).bfloat16() / 8 for _ in range(300)]
 
 
 def summed(model):
@@ -267,8 +257,7 @@ EIGHT_BITS = ["8bit", "fp8"]
 def make_model():
     """The moments of a.weight, whose rows 2 ranks share unevenly, and of b.weight are quantized."""
     torch.manual_seed(0)
-    layers = {"a": nn.Linear(256, 17), "b": nn.Linear(512, 8, bias=False), "c": nn.Linear(24, 200)}
-    return nn.ModuleDict(layers)
+    return nn.ModuleDict({"a": nn.Linear(256, 17), "b": nn.Linear(512, 8, bias=False), "c": nn.Linear(24, 200)})
 
 
 def config_of(**optimizer):
@@ -357,7 +346,7 @@ def test_rounding_depends_on_the_seed_and_the_step_and_leaves_the_random_state_a
 def test_the_learning_rate_is_set_of_all_parameters(optimizer):
     model = make_model()
     adamw = make_optimizer(model, config_of(**optimizer))
-    set_learning_rate(adamw, 0.0)
+    optimizers.set_learning_rate(adamw, 0.0)
     before = [p.detach().clone() for p in model.parameters()]
     take_steps(model, adamw, 1)
     assert all(map(torch.equal, model.parameters(), before))
@@ -370,8 +359,7 @@ def test_another_state_than_the_checkpoints_is_an_error(begin, go_on, tmp_path):
 
 
 def train_state(model, adamw, step=0):
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainState(model, adamw, scaler, torch.device("cpu"), "", step=step)
+    return TrainState(model, adamw, torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"), "", step=step)
 
 
 def state_bytes(model, adamw):

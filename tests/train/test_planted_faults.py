@@ -56,11 +56,9 @@ def swiglu_alignment(trainer):
 
 def gradient_of(name, change):
     """A fault that changes the gradient dy of a layer."""
-
-    def hook(module, dy):
-        return (change(dy[0].float()).to(dy[0].dtype),)
-
-    return lambda trainer: layer(trainer, name).register_full_backward_pre_hook(hook)
+    return lambda trainer: layer(trainer, name).register_full_backward_pre_hook(
+        lambda module, dy: (change(dy[0].float()).to(dy[0].dtype),)
+    )
 
 
 def scale(name, value):
@@ -83,45 +81,39 @@ underflow = gradient_of("self_attn.o_proj", lambda dy: dy * torch.where(torch.ar
 # Three quarters of the tokens of v_proj have tiny gradients: each row has a scale, but dw has one exponent.
 FEW = torch.where(torch.arange(32) % 4 == 0, 1.0, 1e-9)[:, None]
 
-# Each begins with the name of its rule: the layer and the operand where that finds it, and what plants it.
-FAULTS = {
-    "amax_jump": ("self_attn.q_proj", "x", lambda t: layer(t, "input_layernorm").weight.data.mul_(50)),
-    "amax_jump_of_gradient": ("self_attn.k_proj", "dy", gradient_of("self_attn.k_proj", lambda dy: 1e6 * dy)),
-    "kurtosis_growth": ("mlp.down_proj", "x", kurtosis_growth),
-    "swiglu_alignment": ("mlp.gate_proj", None, swiglu_alignment),
-    "underflow": ("self_attn.o_proj", "dy", underflow),
-    "underflow_in_dw": ("self_attn.v_proj", "dy", gradient_of("self_attn.v_proj", lambda dy: dy * FEW)),
-    "saturation_spike": ("self_attn.q_proj", "x", scale("self_attn.q_proj", 1 / 64)),
-    "dead_scale": ("mlp.gate_proj", "x", scale("mlp.gate_proj", 1e20)),
-    "scale_gap": ("self_attn.o_proj", "x", scale("self_attn.o_proj", 2**10)),
-    "dead_scale_of_gradient": ("mlp.up_proj", "dy", gradient_of("mlp.up_proj", lambda dy: 0 * dy)),
-    "non_finite": ("self_attn.k_proj", "y", non_finite),
-    "loss_spike": (None, None, lambda t: t.model.model.norm.weight.data.mul_(20)),
+# Runs, which are watched as by default: the recipe and the steps after which faults are planted; and of each fault the
+# rule, the layer and the operand where that finds it, and what plants it.
+GROUPS = {
+    ("rowwise", 42): [
+        ("amax_jump", "self_attn.q_proj", "x", lambda t: layer(t, "input_layernorm").weight.data.mul_(50)),
+        ("underflow", "self_attn.o_proj", "dy", underflow),
+        ("kurtosis_growth", "mlp.down_proj", "x", kurtosis_growth),
+    ],
+    ("rowwise", 53): [
+        ("swiglu_alignment", "mlp.gate_proj", None, swiglu_alignment),
+        ("underflow", "self_attn.v_proj", "dy", gradient_of("self_attn.v_proj", lambda dy: dy * FEW)),  # in dw
+        ("amax_jump", "self_attn.k_proj", "dy", gradient_of("self_attn.k_proj", lambda dy: 1e6 * dy)),
+    ],
+    ("delayed", 44): [
+        ("saturation_spike", "self_attn.q_proj", "x", scale("self_attn.q_proj", 1 / 64)),
+        ("dead_scale", "mlp.gate_proj", "x", scale("mlp.gate_proj", 1e20)),
+        ("scale_gap", "self_attn.o_proj", "x", scale("self_attn.o_proj", 2**10)),
+    ],
+    ("rowwise", 51): [("dead_scale", "mlp.up_proj", "dy", gradient_of("mlp.up_proj", lambda dy: 0 * dy))],
+    ("tensorwise", 17): [("non_finite", "self_attn.k_proj", "y", non_finite)],
+    ("bf16", 27): [("loss_spike", None, None, lambda t: t.model.model.norm.weight.data.mul_(20))],
 }
 
 
-# The steps after which faults are planted, and the recipe and the faults of one run, which is watched as by default.
-GROUPS = [
-    (42, "rowwise", ["amax_jump", "underflow", "kurtosis_growth"]),
-    (53, "rowwise", ["swiglu_alignment", "underflow_in_dw", "amax_jump_of_gradient"]),
-    (44, "delayed", ["saturation_spike", "dead_scale", "scale_gap"]),
-    (51, "rowwise", ["dead_scale_of_gradient"]),
-    (17, "tensorwise", ["non_finite"]),
-    (27, "bf16", ["loss_spike"]),
-]
-
-
-@pytest.mark.parametrize(("after", "recipe", "faults"), GROUPS, ids=[" ".join(faults) for *_, faults in GROUPS])
-def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(begin, after, recipe, faults):
-    rate = {"learning_rate": 1e-2} if faults == ["loss_spike"] else {}  # a spike comes after a fall
-    plants = [FAULTS[fault][-1] for fault in faults]
-    found = run_with(begin(recipe=recipe, **RUN | rate, steps=after + 10), plants, after)
+@pytest.mark.parametrize(("recipe", "after"), GROUPS)
+def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(begin, recipe, after):
+    faults = GROUPS[recipe, after]
+    rate = {"learning_rate": 1e-2} if recipe == "bf16" else {}  # a spike comes after a fall
+    found = run_with(begin(recipe=recipe, **RUN | rate, steps=after + 10), [plant for *_, plant in faults], after)
     assert min(event.step for event in found) > after, found
-    for fault in faults:
-        name, operand, _ = FAULTS[fault]
-        name = name and f"model.layers.1.{name}"
-        rule = fault.removesuffix("_in_dw").removesuffix("_of_gradient")
-        assert (rule, name, operand) in {(event.rule, event.layer, event.operand) for event in found}, found
+    events = {(event.rule, event.layer, event.operand) for event in found}
+    for rule, name, operand, _ in faults:
+        assert (rule, name and f"model.layers.1.{name}", operand) in events, found
 
 
 @pytest.mark.parametrize("run", [RUN, RUN | {"recipe": "delayed"}, MIXTURE], ids=["rowwise", "delayed", "mixture"])
@@ -159,12 +151,8 @@ def test_a_rate_a_hundred_times_too_high_is_said_while_it_rises(learning, recipe
 
 def harder(trainer):
     """Noise in the last hidden states that grows with the steps: the loss rises, and no step is a spike."""
-    first = trainer.state.step
-
-    def blur(module, args, y):
-        return y + 0.03 * (trainer.state.step - first) * torch.randn_like(y)
-
-    trainer.model.model.norm.register_forward_hook(blur)
+    first, norm = trainer.state.step, trainer.model.model.norm
+    norm.register_forward_hook(lambda module, args, y: y + 0.03 * (trainer.state.step - first) * torch.randn_like(y))
 
 
 @pytest.mark.parametrize(
@@ -184,10 +172,6 @@ def test_a_loss_that_stops_falling_is_a_stall_with_its_causes(learning, recipe, 
 @pytest.mark.parametrize(("recipe", "seed"), [("bf16", 0), ("rowwise", 1), ("delayed", 2)])
 def test_at_the_right_rate_nothing_is_said(learning, recipe, seed):
     assert learning(recipe, 1e-3, seed) == []
-
-
-def test_every_fault_is_planted():
-    assert {fault for *_, group in GROUPS for fault in group} == FAULTS.keys()
 
 
 # ---- Faults of one expert of a mixture

@@ -16,8 +16,9 @@ from octavo.checkpoint.folder import RunFolder
 from octavo.models import LlamaConfig, build
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
 
+pytestmark = pytest.mark.gpu
 
-@pytest.mark.gpu
+
 @ONLY_HOPPER
 def test_the_state_that_is_written_is_that_of_the_call(tmp_path):
     device = torch.device("cuda")
@@ -59,7 +60,6 @@ def promoted(trainer):
     return {promotion["layer"]: promotion["to"] for promotion in actions["promotions"]}
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_bad_step_is_repeated_with_its_layer_in_bf16(begin, recipe):
     trainer = begin(recipe=recipe, **SETTINGS)
@@ -69,7 +69,6 @@ def test_a_bad_step_is_repeated_with_its_layer_in_bf16(begin, recipe):
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-@pytest.mark.gpu
 def test_compiled_blocks_go_on_with_promoted_layers(begin, found):
     trainer = begin(compile={"blocks": True}, **SETTINGS)
     found(10, event(DOWN), event(UP, "underflow", "dy"))
@@ -102,7 +101,6 @@ def train(tmp_path, text):
     return make
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     "words",
@@ -129,7 +127,6 @@ def test_two_gpus_train_as_one(train, begin, records, tmp_path, words):
     assert "14 weights in eight bits" in out
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_parameters_and_moments_are_divided(train):
     """Of the peak of one GPU, two need less than three quarters: all is small here but the state."""
@@ -156,8 +153,7 @@ RUN = SIZES | {
 
 
 def parameters():
-    config = LlamaConfig(vocabulary=256, tied=True, **SIZES)
-    return sum(p.numel() for p in build(config).parameters())
+    return sum(p.numel() for p in build(LlamaConfig(vocabulary=256, tied=True, **SIZES)).parameters())
 
 
 @pytest.fixture
@@ -174,7 +170,6 @@ def measured_offload(spawn, records, tmp_path):
     return run
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", [{"offload": True}, {"masters": "host"}])
 def test_weights_gradients_and_moments_leave_the_gpu(measured_offload, optimizer):
     losses, peak = measured_offload("plain")
@@ -186,7 +181,6 @@ def test_weights_gradients_and_moments_leave_the_gpu(measured_offload, optimizer
     assert peak - low > 10
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     "chosen", [{"clip": 0.0}, {"accumulate": 3}, {"recipe": "delayed", "watch": {"interval": 2}}, {"clip": 0.1}]
 )
@@ -201,7 +195,6 @@ def test_masters_on_the_host_give_the_losses_of_the_gpu(measured_offload, monkey
     assert measured_offload("waiting", **settings, optimizer={"masters": "host"})[0] == moved
 
 
-@pytest.mark.gpu
 def test_moments_in_eight_bits_take_two_bytes(measured_offload):
     pytest.importorskip("torchao")
     losses, peak = measured_offload("plain")
@@ -212,7 +205,6 @@ def test_moments_in_eight_bits_take_two_bytes(measured_offload):
     assert 4.5 < peak - low < 6.1
 
 
-@pytest.mark.gpu
 def test_bf16_weights_train_on_a_gpu(measured_offload):
     pytest.importorskip("torchao")
     losses, peak = measured_offload("plain", accumulate=2)

@@ -124,8 +124,7 @@ def test_layers_with_faults_are_promoted_and_a_resumed_run_keeps_that(begin, go_
     before, after = (precision["recipes"] for precision in records(path, "precision").values())
     assert (list(before), after["bf16"]["layers"]) == (["rowwise"], [DOWN])
     assert records(path, "warnings") == {10: {"saturation_spike": 3, "kurtosis_growth": 1, "underflow": 1}}
-    for later in trainer.run_folder.checkpoints()[1:]:
-        later.rename(path / "elsewhere")
+    trainer.run_folder.newest().rename(path / "elsewhere")
     resumed = go_on(path)
     names = {name: module.recipe.name for name, module in resumed.model.named_modules() if isinstance(module, Linear)}
     assert {name: recipe for name, recipe in names.items() if recipe != "rowwise"} == {DOWN: "bf16", UP: "rowwise_e5m2"}
@@ -208,8 +207,7 @@ def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches
     assert list(records(path)) == list(range(1, 51))
     assert records(path, "rolled_back_from") == {30: 35}
     assert max(list(records(path).values())[31:]) < 4
-    for later in trainer.run_folder.checkpoints()[-1:]:
-        later.rename(path / "elsewhere")
+    trainer.run_folder.newest().rename(path / "elsewhere")
     resumed = go_on(path)
     before = records(path)
     resumed.run()
@@ -287,17 +285,12 @@ def found(trainer):
     return find_nonfinite(trainer.model, trainer.state.device, lambda: trainer.passes(trainer.state.step))
 
 
-@pytest.fixture(params=MODES)
-def trainer(begin, request):
-    torch._dynamo.reset()  # other tests compile the same code, up to Dynamo's limit
-    made = begin(**MODES[request.param])
-    made.step()
-    yield made
-    made.lock.close()
-
-
 @pytest.mark.slow
-def test_the_layer_is_named_wherever_it_is(trainer):
+@pytest.mark.parametrize("mode", MODES)
+def test_the_layer_is_named_wherever_it_is(begin, mode):
+    torch._dynamo.reset()  # other tests compile the same code, up to Dynamo's limit
+    trainer = begin(**MODES[mode])
+    trainer.step()
     assert found(trainer) is None
     model = trainer.model.model
     decoder = getattr(model, "decoder", model)
@@ -330,7 +323,6 @@ def test_looking_leaves_the_run_as_it_was(begin, tmp_path):
         if look:
             found(trainer)
         seen.append(torch.stack([trainer.step()[0] for _ in range(2)]))
-        trainer.lock.close()
     assert torch.equal(*seen)
 
 

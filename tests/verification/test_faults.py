@@ -103,11 +103,6 @@ def put(name: str, place: Any, value: float) -> Damage:
     return changed(name, lambda _: value, place)
 
 
-def moved(name: str, exponent: int) -> Damage:
-    """Add to the exponent of one block."""
-    return changed(name, lambda scale: scale + exponent, (9, 1))
-
-
 def coded(name: str, change: Callable[[Tensor], Tensor], step: int = 1) -> Damage:
     """Change every `step`-th byte of a weight."""
 
@@ -136,51 +131,38 @@ def rows_swapped(t: Tensor) -> Tensor:
     return t.view(torch.uint8)[[1, 0, *range(2, len(t))]].view(t.dtype)
 
 
-def beside_model(name: str, change: Callable[[dict[str, Tensor], Tensor], Any]) -> Damage:
-    """Let `change` edit the tensors, given MODEL's weight, too."""
+def cast_again(name: str, cast: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Damage:
+    """Write the bytes cast(w, s, q) of MODEL's weight w, with the scale s and the bytes q that the folder has."""
 
     def damage(folder: Path, model: Path) -> None:
-        w = load_file(model / SINGLE)[f"{name}.weight"].float()
-        change_tensors(folder, lambda tensors: change(tensors, w))
+        w = load_file(model / SINGLE)[name + W].float()
+        change_tensors(folder, lambda found: found.update({name + W: cast(w, found[name + SCALE], found[name + W])}))
 
     return damage
 
 
-def cast_again(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Damage:
-    """Write the bytes e4m3(change(w, s)) of MODEL's weight w, with the scale s that the folder has."""
-
-    def edit_bytes(tensors: dict[str, Tensor], w: Tensor) -> None:
-        tensors[f"{name}.weight"] = change(w, tensors[f"{name}.weight_scale"]).clamp(-448, 448).to(E4M3)
-
-    return beside_model(name, edit_bytes)
-
-
-def rounded_to_odd(name: str) -> Damage:
-    """Replace one byte, of a weight / scale halfway between two numbers, by the odd one."""
-
-    def change(tensors: dict[str, Tensor], w: Tensor) -> None:
-        scale, even = tensors[f"{name}.weight_scale"], tensors[f"{name}.weight"]
-        other = (2 * w / torch.exp2(scale.float() - 127).repeat_interleave(32, 1) - even.float()).clamp(-448, 448)
-        odd = other.to(E4M3)
-        halfway = (odd.float() == other) & (odd.view(torch.uint8).int() - even.view(torch.uint8).int()).abs().eq(1)
-        place = tuple(halfway.nonzero()[0])
-        even.view(torch.uint8)[place] = odd.view(torch.uint8)[place]
-
-    return beside_model(name, change)
+def rounded_to_odd(w: Tensor, s: Tensor, even: Tensor) -> Tensor:
+    """One byte, of a weight / scale halfway between two numbers, is the odd one."""
+    other = (2 * w / torch.exp2(s.float() - 127).repeat_interleave(32, 1) - even.float()).clamp(-448, 448)
+    odd = other.to(E4M3)
+    halfway = (odd.float() == other) & (odd.view(torch.uint8).int() - even.view(torch.uint8).int()).abs().eq(1)
+    place = tuple(halfway.nonzero()[0])
+    even.view(torch.uint8)[place] = odd.view(torch.uint8)[place]
+    return even
 
 
-def noisy(share: float) -> Callable[[Tensor, Tensor], Tensor]:
+def noisy(share: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Another checkpoint of the model."""
     noise = torch.Generator().manual_seed(0)
-    return lambda w, s: (w + share * w.std() * torch.randn(w.shape, generator=noise)) / s
+    return lambda w, s, _: ((w + share * w.std() * torch.randn(w.shape, generator=noise)) / s).clamp(-448, 448).to(E4M3)
 
 
-def truncated(w: Tensor, s: Tensor) -> Tensor:
+def truncated(w: Tensor, s: Tensor, _: Tensor) -> Tensor:
     """Toward zero: the next number down where rounding to nearest goes up."""
     x = w / s
     q = x.clamp(-448, 448).to(E4M3)
     up = q.float().abs() > x.abs()
-    return (q.view(torch.uint8) - up.to(torch.uint8)).view(E4M3).float()
+    return (q.view(torch.uint8) - up.to(torch.uint8)).view(E4M3)
 
 
 def in_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Damage:
@@ -208,11 +190,6 @@ def labelled(kind: str = "float", **weights: Any) -> Damage:
 def index(change: Callable[[dict[str, str]], Any]) -> Damage:
     """Change the files of tensors that the index lists."""
     return in_json(INDEX, lambda content: change(content["weight_map"]))
-
-
-def placed(file: str) -> Damage:
-    """The index lists a tensor for another file."""
-    return index(lambda files: files.update({Q + W: file}))
 
 
 def shifted_ids(tokenizer: dict[str, Any]) -> None:
@@ -257,94 +234,77 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "no config.json": ("channel", removed(CONFIG), "file", CONFIG, "is missing"),
     "a pickle": ("channel", written("training.bin", b"x"), "pickle", "training.bin", "not opened: move it elsewhere"),
     "an empty index": ("shards", written(INDEX, b"{}"), "file", INDEX, "must map the name of each tensor"),
-    "a file above": (
-        "shards", placed("../../s.safetensors"), "file", INDEX, "'../../s.safetensors', which is outside of the",
-    ),
-    "a pickle in the index": ("shards", placed("model.bin"), "file", INDEX, "'model.bin', which is not a safetensors"),
+    "a file above": ("shards", index(lambda files: files.update({Q + W: "../../s.safetensors"})), "file", INDEX,
+        "'../../s.safetensors', which is outside of the"),
+    "a pickle in the index": ("shards", index(lambda files: files.update({Q + W: "model.bin"})), "file", INDEX,
+        "'model.bin', which is not a safetensors"),
     "a tensor not listed": ("shards", index(lambda files: files.pop(NORM)), "tensor", NORM, "does not list it"),
-    "a tensor listed alone": (
-        "shards", index(lambda files: files.update({"model.extra": files[NORM]})), "tensor", "model.extra",
-        "is missing in model-",
-    ),
-    "a shard is missing": (
-        "shards", removed("model-*"), "file", "model-00001-of-00016.safetensors", f"is missing, and {INDEX} names it",
-    ),
+    "a tensor listed alone": ("shards", index(lambda files: files.update({"model.extra": files[NORM]})), "tensor",
+        "model.extra", "is missing in model-"),
+    "a shard is missing": ("shards", removed("model-*"), "file", "model-00001-of-00016.safetensors",
+        f"is missing, and {INDEX} names it"),
     "a shard is written twice": ("shards", written_twice, "tensor", EMBEDDING, "is in two files, model-00001"),
     # scales and bytes
     "a row's scale +2 %": ("channel", times(DOWN + SCALE, 1.02, 5), "weights", DOWN + W, "1 of 256 scales are not: [5"),
     "a layer's scales +2 %": ("channel", times(DOWN + SCALE, 1.02), "weights", DOWN + W, "256 of 256 scales are not"),
     "a tensor's scale +2 %": ("tensor", times(Q + SCALE, 1.02), "weights", Q + W, "1 of 1 scales are not"),
-    "a block's scale +2 %": (
-        "block", times(DOWN + SCALE, 1.02, (0, 1)), "weights", DOWN + W, "1 of 4 scales are not: [0, 1] is",
-    ),
+    "a block's scale +2 %": ("block", times(DOWN + SCALE, 1.02, (0, 1)), "weights", DOWN + W,
+        "1 of 4 scales are not: [0, 1] is"),
     "block scales x 0.7": ("block", times(DOWN + SCALE, 0.7), "weights", DOWN + W, "4 of 4 scales are"),
     "a row's scale +30 %": ("channel", times(DOWN + SCALE, 1.3, 5), "weights", DOWN + W, "1 of 256 scales are not: [5"),
     "huge scales": ("channel", times(Q + SCALE, 1e31), "weights", Q + W, "256 of 256 scales are"),
-    "an exponent of MX + 1": ("mx", moved(Q + SCALE, 1), "weights", Q + W, "1 of 2048 scales are not: [9, 1] is"),
-    "an exponent of MX - 1": ("mx", moved(Q + SCALE, -1), "weights", Q + W, "1 of 2048 scales are not: [9, 1] is"),
+    "an exponent of MX + 1": ("mx", changed(Q + SCALE, lambda s: s + 1, (9, 1)), "weights", Q + W,
+        "1 of 2048 scales are not: [9, 1] is"),
+    "an exponent of MX - 1": ("mx", changed(Q + SCALE, lambda s: s - 1, (9, 1)), "weights", Q + W,
+        "1 of 2048 scales are not: [9, 1] is"),
     "block scales transposed": ("block", replaced(OUT + SCALE, lambda s: s.T), "weights", OUT + W, "scales are not"),
     "reciprocal scales": ("channel", replaced(Q + SCALE, lambda s: 1 / s), "weights", Q + W, "the scale is reciprocal"),
     "reciprocal exponents": ("mx", replaced(Q + SCALE, lambda s: 254 - s), "weights", Q + W, "the scale is reciprocal"),
-    "reciprocal scales of blocks": (
-        "fp8", replaced(f"{Q}.weight_scale_inv", lambda s: 1 / s), "weights", Q + W, "the scale is reciprocal",
-    ),
-    "1 byte in 1000 off by a code": (
-        "channel", coded(DOWN, lambda codes: codes ^ 1, 1000), "weights", DOWN + W,
-        "66 of 65536 bytes are not MODEL's weight / scale rounded to nearest: [",
-    ),
+    "reciprocal scales of blocks": ("fp8", replaced(f"{Q}.weight_scale_inv", lambda s: 1 / s), "weights", Q + W,
+        "the scale is reciprocal"),
+    "1 byte in 1000 off by a code": ("channel", coded(DOWN, lambda codes: codes ^ 1, 1000), "weights", DOWN + W,
+        "66 of 65536 bytes are not MODEL's weight / scale rounded to nearest: ["),
     "some signs": ("channel", coded(Q, lambda codes: codes ^ 128, 1000), "weights", Q + W, "66 of 65536 bytes are not"),
-    "an exponent's bit": (
-        "channel", coded(Q, lambda codes: codes ^ 8, 65536), "weights", Q + W, "1 of 65536 bytes are not MODEL's",
-    ),
-    "all bytes off by a code": (
-        "mx", coded(Q, lambda codes: codes - (codes & 127).clamp(max=1)), "weights", Q + W, "are not",
-    ),
-    "one byte is rounded to odd": ("mx", rounded_to_odd(Q), "weights", Q + W, "1 of 65536 bytes are not MODEL's"),
+    "an exponent's bit": ("channel", coded(Q, lambda codes: codes ^ 8, 65536), "weights", Q + W,
+        "1 of 65536 bytes are not MODEL's"),
+    "all bytes off by a code": ("mx", coded(Q, lambda codes: codes - (codes & 127).clamp(max=1)), "weights", Q + W,
+        "are not"),
+    "one byte is rounded to odd": ("mx", cast_again(Q, rounded_to_odd), "weights", Q + W,
+        "1 of 65536 bytes are not MODEL's"),
     "truncated": ("channel", cast_again(Q, truncated), "weights", Q + W, "scales are not"),
     "a checkpoint with 1 % of noise": ("channel", cast_again(Q, noisy(0.01)), "weights", Q + W, "bytes are not"),
     "a checkpoint with 10 % of noise": ("channel", cast_again(Q, noisy(0.1)), "weights", Q + W, "bytes are not"),
     # without MODEL
     "a row is zero": ("channel", put(DOWN + W, 0, 0), "weights", DOWN + W, UNFIT),
-    "the largest byte of a row": (
-        "channel", changed(DOWN + W, lambda codes: codes - 8 * (codes & 127 == 126), 0), "weights", DOWN + W, UNFIT,
-    ),
+    "the largest byte of a row": ("channel", changed(DOWN + W, lambda codes: codes - 8 * (codes & 127 == 126), 0),
+        "weights", DOWN + W, UNFIT),
     "a row's scale x 2^-9": ("channel", times(DOWN + SCALE, 2.0**-9, 5), "weights", DOWN + W, UNFIT),
     "a row's scale x 2^9": ("channel", times(DOWN + SCALE, 2.0**9, 5), "weights", DOWN + W, "255 of 256 scales do not"),
     "a block of MX is zero": ("mx", put(DOWN + W, 0, 0), "weights", DOWN + W, "8 of 2048 scales do not fit"),
     # stored scales
     "k_scale x 1.3": ("static", times(f"{ATTENTION}.k_scale", 1.3), "scale", f"{ATTENTION}.k_scale", "the calibration"),
     "v_scale x 10": ("static", times(f"{ATTENTION}.v_scale", 10), "scale", f"{ATTENTION}.v_scale", "calibration gives"),
-    "k_scale and v_scale swapped": (
-        "static", swapped((f"{ATTENTION}.k_scale", f"{ATTENTION}.v_scale")), "scale", f"{ATTENTION}.k_scale",
-        f"{ATTENTION}.v: keys and values are swapped",
-    ),
+    "k_scale and v_scale swapped": ("static", swapped((f"{ATTENTION}.k_scale", f"{ATTENTION}.v_scale")), "scale",
+        f"{ATTENTION}.k_scale", f"{ATTENTION}.v: keys and values are swapped"),
     "input_scale +2 %": ("static", times(f"{Q}.input_scale", 1.02), "scale", f"{Q}.input_scale", "calibration gives"),
     # what the folder says about its model
     "a cap": ("softcap", setting(attn_logit_softcapping=5.0), "config", CONFIG, "attn_logit_softcapping is 5.0, MODEL"),
-    "tokenizer's ids shifted": (
-        "channel", in_json("tokenizer.json", shifted_ids), "config", "tokenizer.json", "256 entries are not MODEL's",
-    ),
-    "eos of generation": (
-        "channel", in_json("generation_config.json", lambda found: found.update(eos_token_id=7)), "config",
-        "generation_config.json", "eos_token_id is 7, MODEL has 0",
-    ),
-    "a label without inputs, a legal scheme": (
-        "channel", group(lambda found: found.update(input_activations=None)), "", "",
-        "was packed by channel, and config.json says weight",
-    ),
+    "tokenizer's ids shifted": ("channel", in_json("tokenizer.json", shifted_ids), "config", "tokenizer.json",
+        "256 entries are not MODEL's"),
+    "eos of generation": ("channel", in_json("generation_config.json", lambda found: found.update(eos_token_id=7)),
+        "config", "generation_config.json", "eos_token_id is 7, MODEL has 0"),
+    "a label without inputs, a legal scheme": ("channel", group(lambda found: found.update(input_activations=None)), "",
+        "", "was packed by channel, and config.json says weight"),
     # tensors
     "rows swapped": ("channel", replaced(Q + W, rows_swapped), "weights", Q + W, "bytes are not MODEL's weight"),
     "too small": ("channel", replaced(DOWN + W, lambda w: w[:128]), "tensor", DOWN + W, "must have shape [256, 256]"),
     "q and k swapped": ("channel", layers_swapped(Q, K), "weights", Q + W, "the bytes are not MODEL's weight"),
     "k and v swapped": ("channel", layers_swapped(K, V), "weights", K + W, "the bytes are not MODEL's weight"),
     "gate and up swapped": ("channel", layers_swapped(GATE, UP), "weights", UP + W, "the bytes are not MODEL's weight"),
-    "layers swapped": (
-        "channel", layers_swapped(DOWN, DOWN.replace("1", "0")), "weights", DOWN + W, "bytes are not MODEL's weight",
-    ),
-    "experts swapped": (
-        "experts", layers_swapped(EXPERT.format(1), EXPERT.format(2)), "weights", EXPERT.format(1) + W,
-        "the bytes are not",
-    ),
+    "layers swapped": ("channel", layers_swapped(DOWN, DOWN.replace("1", "0")), "weights", DOWN + W,
+        "bytes are not MODEL's weight"),
+    "experts swapped": ("experts", layers_swapped(EXPERT.format(1), EXPERT.format(2)), "weights", EXPERT.format(1) + W,
+        "the bytes are not"),
     "biases swapped": ("biases", swapped((f"{Q}.bias", f"{K}.bias")), "weights", f"{Q}.bias", "is not MODEL's"),
     "a bias": ("biases", put(f"{V}.bias", 3, 1.0), "weights", f"{V}.bias", "is not MODEL's, rounded to"),
     "the head": ("channel", replaced("lm_head.weight", lambda w: w * 1.01), "weights", "lm_head.weight", "not MODEL's"),
@@ -354,10 +314,8 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "no norm": ("channel", renamed(NORM, "model.norm.w"), "tensor", NORM, MISSING),
     "no scale": ("fp8", renamed(f"{Q}.weight_scale_inv", f"{Q}.scale"), "scale", f"{Q}.weight_scale_inv", "is missing"),
     "no input_scale": ("static", renamed(f"{Q}.input_scale", f"{Q}.s"), "scale", f"{Q}.input_scale", "is missing"),
-    "a weight in BF16": (
-        "channel", replaced(Q + W, lambda w: w.float().bfloat16()), "config", Q + W,
-        f"is stored in BF16, and the list of ignored modules lacks {Q}",
-    ),
+    "a weight in BF16": ("channel", replaced(Q + W, lambda w: w.float().bfloat16()), "config", Q + W,
+        f"is stored in BF16, and the list of ignored modules lacks {Q}"),
     # numbers
     "a scale is negative": ("block", put(DOWN + SCALE, (0, 1), -1), "scale", DOWN + SCALE, "1 of 4 are negative"),
     "an exponent is NaN": ("mx", put(Q + SCALE, (0, 0), 255), "scale", Q + SCALE, "1 of 2048 are NaN (255)"),
@@ -365,12 +323,10 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "a norm is inf": ("channel", put(NORM, 4, torch.inf), "tensor", NORM, "must be finite: 1 of 256"),
     # what quantization_config ignores
     "the head is not ignored": ("channel", quantization(ignore=[]), "", "", "list of ignored modules lacks lm_head"),
-    "a packed layer is ignored": (
-        "channel", quantization(ignore=["lm_head", Q]), "config", Q + W, "list of ignored modules has",
-    ),
-    "the scheme of the KV cache removed": (
-        "static", quantization(kv_cache_scheme=None), "tensor", f"{ATTENTION}.k_scale", "has no place",
-    ),
+    "a packed layer is ignored": ("channel", quantization(ignore=["lm_head", Q]), "config", Q + W,
+        "list of ignored modules has"),
+    "the scheme of the KV cache removed": ("static", quantization(kv_cache_scheme=None), "tensor",
+        f"{ATTENTION}.k_scale", "has no place"),
 }  # fmt: skip
 
 
@@ -381,46 +337,33 @@ def of_channel(kind: str, where: str, faults: dict[str, tuple[Damage, str]]) -> 
 
 of_channel("config", CONFIG, {
     "no model": (written(CONFIG, b'{"a": 1}'), "transformers cannot build the model"),
-    "rope_theta": (
-        in_json(CONFIG, lambda config: config["rope_parameters"].update(rope_theta=100_000.0)),
-        "rope_parameters.rope_theta is 100000.0, MODEL has 10000.0",
-    ),
+    "rope_theta": (in_json(CONFIG, lambda config: config["rope_parameters"].update(rope_theta=100_000.0)),
+        "rope_parameters.rope_theta is 100000.0, MODEL has 10000.0"),
     "rms_norm_eps": (setting(rms_norm_eps=1e-3), "rms_norm_eps is 0.001, MODEL has 1e-06"),
     "hidden_act": (setting(hidden_act="gelu"), "hidden_act is 'gelu', MODEL has 'silu'"),
-    "head count": (
-        setting(num_attention_heads=16, num_key_value_heads=16, head_dim=16), "num_attention_heads is 16, MODEL has 8",
-    ),
+    "head count": (setting(num_attention_heads=16, num_key_value_heads=16, head_dim=16),
+        "num_attention_heads is 16, MODEL has 8"),
     "an own head is tied": (setting(tie_word_embeddings=True), "tie_word_embeddings"),
-    "no such layer is ignored": (
-        quantization(ignore=["lm_head", "model.layers.7.o"]), "has 'model.layers.7.o', which is not a linear layer",
-    ),
+    "no such layer is ignored": (quantization(ignore=["lm_head", "model.layers.7.o"]),
+        "has 'model.layers.7.o', which is not a linear layer"),
     "ignore is a word": (quantization(ignore="lm_head"), "must be a list of names of"),
     "status": (quantization(quantization_status="frozen"), "quantization_status must be"),
-    "gptq": (
-        quantization(quant_method="gptq"),
-        "quant_method must be one of compressed-tensors, fp8, modelopt, torchao, it is 'gptq'",
-    ),
+    "gptq": (quantization(quant_method="gptq"),
+        "quant_method must be one of compressed-tensors, fp8, modelopt, torchao, it is 'gptq'"),
     "a list as method": (quantization(quant_method=["fp8"]), "it is ['fp8']"),
     "no method": (quantization(quant_method=None), "it is None"),
-    "AutoFP8": (
-        quantization(quant_method="fp8", activation_scheme="dynamic"),
-        "must state a weight_block_size, or null: this is AutoFP8",
-    ),
+    "AutoFP8": (quantization(quant_method="fp8", activation_scheme="dynamic"),
+        "must state a weight_block_size, or null: this is AutoFP8"),
     "NVFP4": (quantization(quant_method="modelopt", quant_algo="NVFP4"), "quant_algo must be one of FP8, "),
-    "torchao's int4": (
-        quantization(quant_method="torchao", quant_type={"default": {"_type": "Int4", "_data": 3}}),
-        "must be one Float8Dyn",
-    ),
+    "torchao's int4": (quantization(quant_method="torchao", quant_type={"default": {"_type": "Int4", "_data": 3}}),
+        "must be one Float8Dyn"),
     "torchao's int8": (quantization(quant_method="torchao", quant_type="int8"), "PerRow or PerTensor; it is 'int8'"),
     "packed words": (quantization(format="pack-quantized"), "format must be one of float-quantized"),
-    "format of integers": (
-        quantization(format="int-quantized"),
-        "format is 'int-quantized', and the weights of config_groups have the type float",
-    ),
+    "format of integers": (quantization(format="int-quantized"),
+        "format is 'int-quantized', and the weights of config_groups have the type float"),
     "no groups": (quantization(config_groups={}), "must hold groups, it is {}"),
-    "a group that is none": (
-        quantization(config_groups={"g": 3}), "config_groups.g must have targets (names) and weights, it is 3",
-    ),
+    "a group that is none": (quantization(config_groups={"g": 3}),
+        "config_groups.g must have targets (names) and weights, it is 3"),
     "four bits": (labelled(num_bits=4), "must have num_bits 8, type float or int, and symmetric true; it has 4"),
     "an unknown strategy": (labelled(strategy="diagonal"), "strategy must be tensor, channel, group"),
 })  # fmt: skip
@@ -487,21 +430,15 @@ def test_rows_of_any_size_fit_their_scales(models: Models, tmp_path: Path, optio
         assert verify(tmp_path / scheme).findings == []
 
 
-class Evil:
-    """Its pickle makes a directory when it is loaded."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
-
-
 def test_a_pickle_is_never_loaded(models: Models, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
     folder, model, _ = models("channel")
     bad = shutil.copytree(folder, tmp_path / "bad")
     (bad / SINGLE).unlink()
-    (bad / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(tmp_path / "harm"))))
+    (bad / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
     found = verify(bad, model).findings
     assert "pytorch_model.bin: is a pickle, which can run code, and was not opened" in str(found[0])
     assert not (tmp_path / "harm").exists()

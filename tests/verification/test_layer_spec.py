@@ -83,10 +83,7 @@ def test_a_quantization_without_a_name_is_described() -> None:
 
 def test_targets_by_name_come_before_patterns_and_classes() -> None:
     named = ((["Linear"], "tensor"), (["re:.*q_proj", "re:.*gate"], "channel"), (["a.gate"], "tensor"))
-    groups = {
-        str(i): {"targets": targets, "weights": EIGHT | {"strategy": strategy}}
-        for i, (targets, strategy) in enumerate(named)
-    }
+    groups = {str(i): {"targets": t, "weights": EIGHT | {"strategy": s}} for i, (t, s) in enumerate(named)}
     specs, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
     assert [spec and spec.rows for spec in specs.values()] == [1, 0, None]
     assert unused == ["gone"]
@@ -178,9 +175,8 @@ def test_scales_that_transformers_does_not_use(made: Folders, monkeypatch: pytes
 
 
 def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path) -> None:
-    ours, modelopt = (
-        made("llama", scheme="static", layout=layout, kv_cache="fp8") for layout in ("compressed-tensors", "modelopt")
-    )
+    layouts = "compressed-tensors", "modelopt"
+    ours, modelopt = (made("llama", scheme="static", layout=layout, kv_cache="fp8") for layout in layouts)
     scales = cache_scales(read_files(ours))
     assert list(scales) == [f"model.layers.{layer}.self_attn" for layer in range(2)]
     assert cache_scales(read_files(modelopt)) == scales
@@ -248,29 +244,25 @@ def test_embeddings_are_those_of_transformers(made: Folders) -> None:
     assert 1 - actual.least == pytest.approx(1 - expected.least, rel=0.01)
 
 
-def inputs_of(model: Path, layer: str, batches: list[Tensor]) -> Tensor:
+def inputs_of(model: Path) -> Tensor:
     """The inputs [tokens, K] of a layer in the BF16 model."""
-    plain = open_float32(model)
-    inputs: list[Tensor] = []
-
-    def hook(module: Any, args: tuple[Tensor]) -> None:
-        inputs.append(args[0].detach().flatten(0, -2))
-
-    plain.get_submodule(layer).register_forward_pre_hook(hook)
-    for ids in batches:
+    plain, inputs = open_float32(model), []
+    site = plain.get_submodule(DOWN)
+    site.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach().flatten(0, -2)))
+    for ids in prompts():
         plain(ids)
     return torch.cat(inputs)
 
 
-def report_of(layer: str, packed: Path, model: Path) -> LayerReport:
+def report_of(packed: Path, model: Path) -> LayerReport:
     report = run_verify(packed, model)
     assert not report.findings
-    return next(row for row in report.layers if row.name == layer)
+    return next(row for row in report.layers if row.name == DOWN)
 
 
 def test_the_errors_of_a_layer(made: Folders) -> None:
-    layer = report_of(DOWN, made("mistral", scheme="channel"), made("mistral"))
-    x = inputs_of(made("mistral"), DOWN, prompts()).double()
+    layer = report_of(made("mistral", scheme="channel"), made("mistral"))
+    x = inputs_of(made("mistral")).double()
     w = load_file(made("mistral") / "model.safetensors")[f"{DOWN}.weight"].double()
     x_q, w_q = rows_of_e4m3(x), rows_of_e4m3(w)
     assert layer.weight_sqnr == pytest.approx(sqnr(w, w_q), abs=0.01)
@@ -286,14 +278,14 @@ def rows_of_e4m3(x: Tensor) -> Tensor:
 
 def test_clipping_and_headroom(made: Folders, tmp_path: Path) -> None:
     folder = made("mistral", scheme="static")
-    right = report_of(DOWN, folder, made("mistral"))
+    right = report_of(folder, made("mistral"))
     assert right.headroom == pytest.approx(1, abs=0.05)  # calibrated in BF16
     assert right.clip_rate < 1e-3
 
     shutil.copytree(folder, tmp_path / "clips")
     change_tensors(tmp_path / "clips", lambda t: t.update({f"{DOWN}.input_scale": t[f"{DOWN}.input_scale"] / 8}))
-    wrong = report_of(DOWN, tmp_path / "clips", made("mistral"))
-    x = inputs_of(made("mistral"), DOWN, prompts()).abs()
+    wrong = report_of(tmp_path / "clips", made("mistral"))
+    x = inputs_of(made("mistral")).abs()
     limit = 448 * float(load_file(tmp_path / "clips" / "model.safetensors")[f"{DOWN}.input_scale"])
     assert wrong.headroom == pytest.approx(limit / float(x.max()), rel=1e-4)
     assert wrong.clip_rate == pytest.approx(float((x > limit).double().mean()), rel=1e-3)

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from linear_examples import converted_model
 from safetensors.torch import load_file, save_file
 from tiny_models import IMAGE_MODELS, MODELS, built, open_theirs, same_bits
 from torch import nn
@@ -116,14 +117,6 @@ def test_a_transposed_copy_that_stayed_zero():
     assert "not dy @ w" in octavo.check(stale, batch=BATCH).faults[0].message
 
 
-class Inference(Quantized):
-    """A kernel without a backward pass."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            return super().forward(x)
-
-
 def test_gradients_that_stop():
     """huggingface/transformers#46736: FP8 kernels were called as plain functions; residuals still passed gradients."""
 
@@ -136,7 +129,9 @@ def test_gradients_that_stop():
             return x + self.layer(x)
 
     assert octavo.check(parts(Block(Quantized())), batch=BATCH).ok
-    model = parts(Block(Inference()))
+    layer = Quantized()
+    layer.forward = torch.no_grad()(layer.forward)  # a kernel without a backward pass
+    model = parts(Block(layer))
     report = octavo.check(model, batch=BATCH)
     assert [(fault.kind, fault.where) for fault in report.faults] == [("gradient", "1.layer")]
     assert "loses its gradient here: earlier layers learn less" in report.faults[0].message
@@ -170,8 +165,7 @@ def test_a_scale_that_is_another_than_the_folders(made):
 
 
 def test_weights_cast_once_that_went_stale():
-    model = built("llama").bfloat16().train()
-    octavo.convert(model)
+    model = converted_model(built("llama").bfloat16().train())
     with octavo.scales.cast_once(model):
         octavo.check(model)
         nn.init.normal_(model.model.layers[0].mlp.down_proj.weight.data)  # autograd counts no new version
@@ -205,12 +199,9 @@ def test_a_weight_that_is_held_by_column_is_read_by_row():
 
 
 def test_a_stale_copy_in_the_forward_pass_and_a_lost_bias():
-    class StaleLinear(nn.Linear):
-        def forward(self, x):
-            return x @ self.copy.mT + self.bias
-
-    layer = StaleLinear(64, 64)
+    layer = nn.Linear(64, 64)
     layer.copy = layer.weight.detach().clone()
+    layer.forward = lambda x: x @ layer.copy.mT + layer.bias
     assert octavo.check(parts(layer), batch=BATCH).ok
     nn.init.normal_(layer.weight)
     assert sorted(kinds(octavo.check(parts(layer), batch=BATCH))) == ["dx", "y"]
@@ -284,8 +275,7 @@ def test_a_tied_head_is_compared_under_its_other_name(made):
 
 @pytest.mark.parametrize("recipe", octavo.recipe.PRESETS)
 def test_a_sound_model_of_ours(recipe):
-    model = built("llama").bfloat16().train()
-    octavo.convert(model, recipe)
+    model = converted_model(built("llama").bfloat16().train(), recipe)
     assert octavo.check(model).ok
     assert "dx of 15" in octavo.check(model).verdict
 

@@ -12,8 +12,6 @@ from octavo.observation.operand_statistics import Rows
 from octavo.watching import read_watch
 from octavo.watching.rules import RULES, History, SampleGrids
 
-BEFORE_COMPARED = 4  # samples
-
 
 def train(model, watch, steps, x=None, change=None):
     """Steps that leave the weights as they are. `change` is called with the number of each step."""
@@ -30,7 +28,7 @@ def train(model, watch, steps, x=None, change=None):
 
 
 def judged(watch, sample):
-    history = History(len(watch.layers), samples=BEFORE_COMPARED)
+    history = History(len(watch.layers), samples=4)
     history.amax[:], history.kurtosis[:] = 1, 1
     made = SampleGrids(*sample, watch.layers)
     with np.errstate(invalid="ignore"):

@@ -24,8 +24,8 @@ def _sampling():
     Sampling.request(WATCH, 0)
 
 
-def empty(rows=1):
-    return clear(torch.empty(rows, WIDTH, dtype=torch.float64))
+def empty():
+    return clear(torch.empty(1, WIDTH, dtype=torch.float64))
 
 
 def record(stats):

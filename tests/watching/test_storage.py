@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 from full_disk import files_of_at_most
+from verify_examples import change_settings
 from watch_examples import event, sample, watched_layers
 
 from octavo.checkpoint.files import ArtifactError
@@ -87,9 +88,8 @@ def test_a_run_that_went_back_drops_the_samples_after_and_marks_the_events(tmp_p
     assert [found.step for found in read_watch(tmp_path).events] == [1, 50, 100]
     writer.undo_events_after(50)
     writer.write_event(event(60))
-    assert [(found.step, found.undone) for found in read_watch(tmp_path).events] == [
-        (1, False), (50, False), (100, True), (60, False),
-    ]  # fmt: skip
+    events = [(found.step, found.undone) for found in read_watch(tmp_path).events]
+    assert events == [(1, False), (50, False), (100, True), (60, False)]
 
 
 EVENT = json.dumps(event(20).to_dict() | {"layer": 5})
@@ -138,8 +138,7 @@ def test_a_full_disk_loses_the_sample_and_nothing_before(tmp_path):
 
 
 def changed(run, **fields):
-    path = watch_folder(run) / "layers.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    change_settings(watch_folder(run) / "layers.json", **fields)
 
 
 def with_layer(run, **fields):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from linear_examples import converted_model
 from metrics import sqnr
 from torch import Tensor, nn
 from watch_examples import backward, tiny_model
@@ -17,7 +18,6 @@ from octavo.watching.rules import SampleRules
 from octavo.watching.storage import FULL_SHARE
 
 E, K, HIDDEN, TOKENS = 4, 32, 48, 64
-NAMES = ("gate_up_proj", "down_proj")
 
 
 TWO = torch.full((TOKENS, 2), 3)  # expert 1 gets no token, and expert 2 three quarters of the first slots
@@ -151,7 +151,7 @@ def test_a_run_has_records_of_its_experts_and_the_same_numbers(tmp_path):
         assert torch.equal(one.grad, other.grad)
     found = read_watch(tmp_path)
     names = [layer.name for layer in found.layers]
-    stacks = [f"layers.{i}.mlp.experts.{leaf}" for i in range(2) for leaf in NAMES]
+    stacks = [f"layers.{i}.mlp.experts.{leaf}" for i in range(2) for leaf in ("gate_up_proj", "down_proj")]
     assert [names[record["layer"]].removeprefix("model.") for record in found.experts] == stacks
     assert (found.experts["load"] >= 1).all()
     of_stacks = np.isin(found.layer_records["layer"], found.experts["layer"])
@@ -162,8 +162,7 @@ def test_a_run_has_records_of_its_experts_and_the_same_numbers(tmp_path):
 
 
 def test_experts_that_ranks_share_are_not_recorded():
-    module = Layer(TWO)
-    octavo.convert(module, "rowwise")
+    module = converted_model(Layer(TWO), "rowwise")
     del module.first
     module.experts.parallel = lambda module, x, *rest: x
     with octavo.watch(module, interval=1) as watch:
@@ -241,8 +240,7 @@ def test_two_micro_batches_are_one_sample():
 
 
 def test_the_worst_expert_is_named_once():
-    module = Layer(ONE)
-    octavo.convert(module, "rowwise")
+    module = converted_model(Layer(ONE), "rowwise")
     with octavo.watch(module, interval=100) as watch:
         rules = SampleRules(watch.layers)
         with torch.no_grad():
@@ -259,7 +257,6 @@ def test_the_worst_expert_is_named_once():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_code_records_the_same():
     samples = []
     for compiled in (False, True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_examples import batch, converted, sharded
+from linear_examples import converted_model
 from ranks import run_ranks
 from tensor_parallel_examples import make_model, mesh_of
 from torch import nn
@@ -48,8 +49,7 @@ def of_ranks(rank, folder):
     model = sharded(converted())
     fp8_all_gather(model)
     gathered = record(model, mine, mean_square)
-    model = make_model("llama")
-    octavo.convert(model)
+    model = converted_model(make_model("llama"))
     mesh = mesh_of(1, 2)
     tensor_parallel(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])  # rows of weights are divided by both meshes
@@ -102,9 +102,7 @@ def test_weights_gathered_in_eight_bits_have_no_known_error(ranks):
 
 def test_tensor_parallel_layers_are_recorded_as_whole_ones(ranks):
     operands, layers, described = ranks[0][2]
-    model = make_model("llama")
-    octavo.convert(model)
-    expected, expected_layers, one = record(model, TOKENS, entropy)
+    expected, expected_layers, one = record(converted_model(make_model("llama")), TOKENS, entropy)
     assert [layer.shape for layer in described] == [layer.shape for layer in one]
     forward = expected["operand"] < 2
     close(operands[forward], expected[forward], ("amax", "rms", "scale", "kurtosis", *SHARES), 1e-3)
