@@ -273,6 +273,8 @@ class Session:
         self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
         stream, current = capture_stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
+        random = torch.cuda.default_generators[current.device_index]
+        state = random.clone_state()
         try:
             with torch.cuda.stream(stream), uncached_autocast(self.device):
                 graph.capture_begin(self.pool, capture_error_mode="thread_local")
@@ -283,6 +285,7 @@ class Session:
             found.graph, found.logits = graph, logits
         except RuntimeError as error:
             self.pool = None  # without a graph: PyTorch takes it for no other
+            random.graphsafe_set_state(state)  # PyTorch leaves a state that draws numbers in a capture alone
             if found.kept is None:
                 self.captures = False
             else:
