@@ -13,7 +13,7 @@ from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, rea
 from octavo.checkpoint.folder import ADAPTER_CONFIG, ADAPTERS, PEFT_PREFIX
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import Layout
-from octavo.models.gpt2 import POSITION_OFFSET, GPT2Config
+from octavo.models.gpt2 import ARCHITECTURE, POSITION_OFFSET
 
 # ---- Mixtures of experts: their files hold a matrix for each expert, their modules stack these matrices.
 #
@@ -203,11 +203,11 @@ class AdaptedReader(ShardReader):
 
 
 _SIZES = {
-    "vocab_size": "vocabulary",
-    "n_layer": "layers",
-    "n_head": "heads",
-    "n_positions": "context",
-    "n_embd": "width",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
 }
 # Settings of GPT-2 for which OPT has one value only: transformers' default.
 _FIXED = {
@@ -251,13 +251,19 @@ def config_as_opt(config: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
                 f"{where}: {key} is {found!r}. A GPT-2 is run and packed here as OPT, which has {value!r} only: such a "
                 "model is not supported"
             )
-    sizes = {ours: config[theirs] for theirs, ours in _SIZES.items()}
-    opt = GPT2Config(**sizes, tied=config.get("tie_word_embeddings", True)).to_hf()
-    return opt | {
-        "ffn_dim": config.get("n_inner") or opt["ffn_dim"],
+    return {theirs: config[ours] for ours, theirs in _SIZES.items()} | {
+        "architectures": [ARCHITECTURE],
+        "model_type": "opt",
+        "word_embed_proj_dim": config["n_embd"],
+        "ffn_dim": config.get("n_inner") or 4 * config["n_embd"],
         "activation_function": config.get("activation_function", "gelu_new"),
+        "do_layer_norm_before": True,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
         "dropout": config.get("resid_pdrop", 0.1),
         "attention_dropout": config.get("attn_pdrop", 0.1),
+        "layerdrop": 0.0,
         "init_std": config.get("initializer_range", 0.02),
         "bos_token_id": config.get("bos_token_id", _END_OF_TEXT),
         "eos_token_id": config.get("eos_token_id", _END_OF_TEXT),

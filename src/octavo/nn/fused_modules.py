@@ -366,8 +366,6 @@ def fuse_decoder_layers(model: nn.Module) -> None:
             mlp: Any = module.mlp
             mlp.weight_cache = WeightCache()
             mix_into(mlp, SwiGLU)
-        elif is_fusable(type(module).__name__, "RMSNorm"):
-            mix_into(module, TrainedNorm)
 
 
 def is_known(layer: Any) -> bool:
@@ -381,8 +379,8 @@ def is_known(layer: Any) -> bool:
 class TrainedNorm(nn.Module):
     """A norm of transformers that feeds no quantized layer. In training PyTorch's `rms_norm` computes it in one pass.
 
-    Without gradients transformers' own operations run. They round the norm before they multiply it by the weight, and a
-    model that is served keeps its numbers.
+    Without gradients transformers' own operations run. They round the norm before they multiply it by the weight, as a
+    packed model does.
     """
 
     added: ClassVar[tuple[str, ...]] = ()
@@ -541,7 +539,9 @@ def fuse_blocks(model: nn.Module) -> None:
     """Fuse the norms and MLPs of the blocks whose classes are known; idempotent."""
     fuse_decoder_layers(model)
     for block in list[Any](model.modules()):
-        if not isinstance(block, VisionBlock) and _is_vision_block(block):
+        if is_fusable(type(block).__name__, "RMSNorm"):
+            mix_into(block, TrainedNorm)
+        elif not isinstance(block, VisionBlock) and _is_vision_block(block):
             block.fused_qkv = NormLinear(block, "norm1", "attn.qkv")
             block.fused_mlp = GELU(block.mlp, "fc1", "fc2")
             mix_into(block, VisionBlock)
