@@ -319,11 +319,11 @@ class FusedInput:
         """y [T, N] as [..., N] where it has the rows of x, and x + residual [..., K] where there is a residual.
 
         Without one, x itself may follow: the residual stream then takes it from here, and the backward pass of the norm
-        adds the gradient of the stream. Dynamo does not trace such a result.
+        adds the gradient of the stream.
         """
         if len(y) == len(self.total):
             y = shaped(y, self.info.shape)
-        passes_x = self.info.norm is not None and x_is_trained and not torch.compiler.is_dynamo_compiling()
+        passes_x = self.info.norm is not None and x_is_trained
         return (y, shaped(self.total, self.info.shape)) if self.info.has_residual or passes_x else (y,)
 
     @property
