@@ -455,10 +455,10 @@ class _TiedEmbedding(torch.autograd.Function):
 class LossModel:
     """Mixed into a causal model whose head is a `LossHead`."""
 
-    added: ClassVar[tuple[str, ...]] = ("loss_head", "loss_embedding", "takes_no_cache")
+    added: ClassVar[tuple[str, ...]] = ("loss_head", "loss_embedding", "decoder_layers")
     loss_head: str
     loss_embedding: str  # of a `LossEmbedding`, or ""
-    takes_no_cache: bool  # each decoder layer is a `DecoderLayer`
+    decoder_layers: list[nn.Module]  # none if one of them is no `DecoderLayer`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -491,18 +491,18 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         ignore, shifted = kwargs.get("ignore_index", -100), kwargs.get("shift_labels")
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
-        head.task = task = Task(shifted, kwargs.get("num_items_in_batch"), ignore)
-        embedding = self.get_submodule(self.loss_embedding) if self.loss_embedding else None
-        if isinstance(embedding, LossEmbedding) and embedding.weight is head.weight:
-            embedding.task = task
+        tied = self.get_submodule(self.loss_embedding) if self.loss_embedding else None
+        parts: list[Any] = [head, tied] if isinstance(tied, LossEmbedding) and tied.weight is head.weight else [head]
+        task = Task(shifted, kwargs.get("num_items_in_batch"), ignore)
+        for part in parts:
+            part.task = task
         self._loss_function = task.result  # what a model of transformers calls, if it is there
         cache = _find_cache(self, names, args, kwargs)
         try:
             output = theirs(self, *args, **kwargs | cache)
         finally:
-            head.task = None
-            if isinstance(embedding, LossEmbedding):
-                embedding.task = None
+            for part in parts:
+                part.task = None
             del self._loss_function
         if place is None:
             return task.loss
@@ -519,13 +519,12 @@ def _find_cache(model: Any, names: Sequence[str], args: Sequence[Any], kwargs: d
     Without a cache and a mask, transformers looks for packed sequences in the positions of the tokens, which it has
     just made itself, and waits for the GPU to know. Until the host has launched the first layer again, the GPU is idle.
     """
-    if not model.takes_no_cache or len(args) > 1 or torch.compiler.is_compiling():
+    if not model.decoder_layers or len(args) > 1 or torch.compiler.is_compiling():
         return {}
-    use_cache = kwargs.get("use_cache")
+    uses_cache = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
     given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", *CACHES))
-    if given or use_cache or (use_cache is None and model.config.use_cache):
-        return {}
-    if any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):  # which warns of a cache
+    checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in model.decoder_layers)
+    if uses_cache or given or checkpointed:  # a checkpointed layer warns of a cache
         return {}
     name = CACHES[0] if CACHES[0] in names else CACHES[1]
     cache: Any = import_module("transformers").DynamicCache()
@@ -563,7 +562,7 @@ def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
     mix_into(owner, LossModel)
     owner.loss_head = head.name
     layers = [each for each in owner.modules() if class_name(each).endswith("DecoderLayer")]
-    owner.takes_no_cache = bool(layers) and all(isinstance(each, DecoderLayer) for each in layers)
+    owner.decoder_layers = layers if all(isinstance(each, DecoderLayer) for each in layers) else []
     module = owner.get_submodule(head.name)
     mix_into(module, LossHead)
     module.task, module.options = None, (head, CHUNK, recipe)
