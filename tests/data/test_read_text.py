@@ -2,13 +2,15 @@
 
 import json
 import os
+import runpy
+import sys
 import sysconfig
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from octavo.data import DataError, absolute_source, read_text
+from octavo.data import DataError, absolute_source, chat, read_text
 
 
 @pytest.fixture
@@ -296,3 +298,8 @@ def test_names_that_are_no_paths_stay(tmp_path, monkeypatch):
     assert absolute_source("hf:mine?column=code") == f"hf:{tmp_path}/mine?column=code"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert absolute_source("~/texts") == f"{tmp_path}/texts"
+
+
+def test_chat_is_imported_on_windows_which_has_no_such_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "resource", None)
+    runpy.run_path(chat.__file__)

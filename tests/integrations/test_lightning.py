@@ -1,7 +1,6 @@
 """Lightning's Trainer and Fabric on converted models, with the library itself: make test-integrations."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def fit(model: Model, folder: Path, steps: int = STEPS, checkpoint: str | None = None) -> Any:
+def fit(model: Model, folder: Path, steps: int = STEPS, checkpoint: str | None = None):
     trainer = lightning.Trainer(
         accelerator="cpu", precision="bf16-mixed", max_steps=steps, accumulate_grad_batches=MICRO_BATCHES,
         callbacks=[ScaleUpdates()], logger=False, enable_checkpointing=False, enable_progress_bar=False,

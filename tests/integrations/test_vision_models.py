@@ -1,7 +1,5 @@
 """Models of timm and diffusers are converted as they are."""
 
-from typing import Any
-
 import pytest
 import torch
 from metrics import sqnr
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 import octavo
 
 
-def check(model: nn.Module, batch: Any, left: set[str]) -> None:
+def check(model: nn.Module, batch, left: set[str]) -> None:
     """Converted with the batch, `model` leaves the kinds `left` in high precision, and computes the same to 18 dB.
     `octavo.check` finds no fault in it, before and after."""
 

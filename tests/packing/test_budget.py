@@ -4,7 +4,6 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -63,12 +62,12 @@ def prompts(folder: Path, data: list[str], samples: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def log_p(model: Any, ids: Tensor) -> np.ndarray:
+def log_p(model, ids: Tensor) -> np.ndarray:
     out = model(ids)
     return scipy.special.log_softmax((out if isinstance(out, Tensor) else out.logits).double().numpy(), axis=-1)
 
 
-def measure(source: Any, packed: Path, texts: list[Tensor]) -> tuple[float, float]:
+def measure(source, packed: Path, texts: list[Tensor]) -> tuple[float, float]:
     """KL in nats a token, and the change of perplexity, with a model of the caller's, one prompt at a time."""
     loaded = load_packed(packed).model
     kl, change, tokens, targets = 0.0, 0.0, 0, 0
@@ -239,7 +238,7 @@ def test_what_is_measured_is_what_the_folder_gives(tmp_path, scheme):
     assert switched.saved[SENSITIVE] == weight - {"channel": 128 * 4, "mx": weight // 32, "block": 4}[scheme]
 
 
-def by_hand(x: Tensor, weight: Any, scheme: Any) -> Tensor:
+def by_hand(x: Tensor, weight, scheme) -> Tensor:
     x_q = quantize(x.flatten(0, 1), scheme.inputs)
     return scaled_mm(x_q, weight, out_dtype=x.dtype, fast_accumulation=True).view(*x.shape[:-1], -1)
 

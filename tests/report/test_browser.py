@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from patience import HANG
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.slow
 class Browser:
     """One tab. `open` shows a page, and fails on an error on its console and on a request other than for the page."""
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver) -> None:
         self.driver = driver
 
     def open(self, path: Path) -> None:
@@ -52,11 +51,11 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": name}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
-    def run(self, expression: str, *arguments: Any) -> Any:
+    def run(self, expression: str, *arguments):
         """The value of an expression of JavaScript; its arguments are `arguments[0]`, ..."""
         return self.driver.execute_script(f"return {expression}", *arguments)
 
-    def find(self, selector: str) -> Any:
+    def find(self, selector: str):
         return self.driver.find_element("css selector", selector)
 
     def text(self, selector: str) -> str:

@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -160,7 +159,7 @@ def test_the_trainer_of_hugging_face(tmp_path):
 # ---- The page: long lines, many events, what several runs share; and what a page may load and what it escapes
 
 
-def data_of(html: str) -> Any:
+def data_of(html: str):
     (text,) = re.findall('<script type="application/json" id="data">(.*?)</script>', html, re.S)
     return json.loads(text)
 
@@ -250,7 +249,7 @@ def test_what_a_run_is_stands_at_the_top(tmp_path: Path) -> None:
     assert re.search(r"<td>written</td><td>20\d\d-\d\d-\d\d \d\d:\d\d UTC</td>", top)
 
 
-def run_of(name: str, losses: Any) -> RunData:
+def run_of(name: str, losses) -> RunData:
     return RunData(Path(name), name, {}, {"loss": Series(np.arange(1, len(losses) + 1), np.asarray(losses))})
 
 

@@ -6,7 +6,6 @@ and answers each with its text or an error: one JSON value a line.
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -70,6 +69,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _serve() -> None:
+    import resource  # Windows, which imports this file too, has no such module
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asks
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
