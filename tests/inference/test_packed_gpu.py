@@ -85,9 +85,12 @@ def test_the_gpu_gives_what_the_cpu_gives(trained: Pair) -> None:
 
 @ONLY_HOPPER
 def test_moving_to_the_gpu_keeps_one_buffer_for_each_stack(trained: Pair) -> None:
-    before = torch.cuda.memory_allocated()
+    def requested() -> int:  # a block of the allocator's cache may be larger than what was requested
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+    before = requested()
     model = octavo.load(trained[1]).cuda()
-    held = torch.cuda.memory_allocated() - before
+    held = requested() - before
     assert held < 1.1 * (trained[1] / "model.safetensors").stat().st_size
     assert torch.equal(logits(model, ids(2, 9)), logits(octavo.load(trained[1], "cuda"), ids(2, 9)))
 
