@@ -8,8 +8,9 @@ from ranks import run_ranks
 from tiny_models import built
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import PhiConfig, PhiForCausalLM
+from transformers import PhiConfig, PhiForCausalLM, masking_utils
 
+import octavo
 from octavo.distributed import tensor_parallel
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.nn.fused_loss import Head
@@ -56,6 +57,16 @@ def test_chunks_give_the_gradients_of_the_whole_and_leave_the_model_as_it_was(ma
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
     assert [name for name, _ in model.named_modules()] == names
     assert model(tokens()[0])[0].shape[-1] == VOCABULARY
+
+
+def test_a_converted_model_of_transformers_does_not_wait_for_the_gpu(monkeypatch):
+    """As it does where it looks for packed sequences."""
+    model = built("llama", vocab_size=VOCABULARY, use_cache=False)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: pytest.fail("it looks"))
+    with pytest.raises(pytest.fail.Exception, match="it looks"):
+        gradients(model, chunked_loss, HEAD, 10)
+    octavo.convert(model)
+    gradients(model, chunked_loss, HEAD, 10)
 
 
 def test_the_head_comes_back_after_an_error():

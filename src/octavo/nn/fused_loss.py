@@ -374,8 +374,9 @@ class _StandIn(nn.Module):
 
 
 @contextmanager
-def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[None]:
-    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else."""
+def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[dict[str, Any]]:
+    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else. It
+    takes these keyword arguments too."""
     parent, _, name = head.name.rpartition(".")
     owner = model.get_submodule(parent)
     layer = getattr(owner, name)
@@ -383,7 +384,7 @@ def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iter
     # Before the hook of FSDP, which gathers the weights for the backward pass of what the model returns.
     hook = model.register_forward_hook(lambda *_: task.loss, prepend=True)
     try:
-        yield
+        yield _find_cache(model, decoder_layers(model), (), {})
     finally:
         hook.remove()
         setattr(owner, name, layer)
@@ -458,7 +459,7 @@ class LossModel:
     added: ClassVar[tuple[str, ...]] = ("loss_head", "loss_embedding", "decoder_layers")
     loss_head: str
     loss_embedding: str  # of a `LossEmbedding`, or ""
-    decoder_layers: list[nn.Module]  # none if one of them is no `DecoderLayer`
+    decoder_layers: list[DecoderLayer]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -497,7 +498,7 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         for part in parts:
             part.task = task
         self._loss_function = task.result  # what a model of transformers calls, if it is there
-        cache = _find_cache(self, names, args, kwargs)
+        cache = _find_cache(self, self.decoder_layers, args, kwargs)
         try:
             output = theirs(self, *args, **kwargs | cache)
         finally:
@@ -513,20 +514,28 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _find_cache(model: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
+    """The decoder layers of a model of transformers; none if one of them is no `DecoderLayer`."""
+    layers = [each for each in model.modules() if class_name(each).endswith("DecoderLayer")]
+    return layers if all(isinstance(each, DecoderLayer) for each in layers) else []  # type: ignore[return-value]
+
+
+def _find_cache(
+    model: Any, layers: Sequence[DecoderLayer], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """A cache as an argument of `model`, in which its layers store nothing; empty where transformers needs none.
 
     Without a cache and a mask, transformers looks for packed sequences in the positions of the tokens, which it has
     just made itself, and waits for the GPU to know. Until the host has launched the first layer again, the GPU is idle.
     """
-    if not model.decoder_layers or len(args) > 1 or torch.compiler.is_compiling():
+    if not layers or len(args) > 1 or torch.compiler.is_compiling():
         return {}
     uses_cache = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
     given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", *CACHES))
-    checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in model.decoder_layers)
+    checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
     if uses_cache or given or checkpointed:  # a checkpointed layer warns of a cache
         return {}
-    name = CACHES[0] if CACHES[0] in names else CACHES[1]
+    name = CACHES[0] if CACHES[0] in signature(model.forward).parameters else CACHES[1]
     cache: Any = import_module("transformers").DynamicCache()
     cache.stays_empty = True
     return {name: cache}
@@ -561,8 +570,7 @@ def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
     """Make the causal model `owner` compute its loss from the inputs of its `head`."""
     mix_into(owner, LossModel)
     owner.loss_head = head.name
-    layers = [each for each in owner.modules() if class_name(each).endswith("DecoderLayer")]
-    owner.decoder_layers = layers if all(isinstance(each, DecoderLayer) for each in layers) else []
+    owner.decoder_layers = decoder_layers(owner)
     module = owner.get_submodule(head.name)
     mix_into(module, LossHead)
     module.task, module.options = None, (head, CHUNK, recipe)
