@@ -128,7 +128,7 @@ def test_nothing_is_recorded_in_other_steps():
     Sampling.request(WATCH, 0)
     stats = empty()
     observe(stats, 0, "x", [matrix()], [])
-    torch.ops.octavo.observe(stats, 0, "x", [matrix()], [], None, None, "", None, None, None, None)
+    torch.ops.octavo.observe(stats, 0, "x", [matrix()], [], None, None, "", None, None, None)
     assert torch.equal(stats, empty())
 
 

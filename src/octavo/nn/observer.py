@@ -15,7 +15,6 @@ from torch import Tensor
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
-from octavo.numerics.scaling import scale_mantissa
 from octavo.observation.operand_statistics import HEAD, WIDTH, clear
 from octavo.observation.operands import observe, observe_experts
 from octavo.recipe import FusableRecipe, Recipe
@@ -66,7 +65,7 @@ def observe_group(
     `s_x` is the scale m * 2^e [M, 1] of x, as in `observe_dy`."""
     if isinstance(observer, ExpertObserver):
         if s_x is not None:
-            factors |= {"row_scale": scale_mantissa(s_x), "shift_scale": s_x}
+            factors["shift_scale"] = s_x
         of_all, slot = (observer.backward, 0) if operand == "dy" else (observer.forward, ("x", "w").index(operand))
         data, scale = (t.flatten(0, 1) if q.data.ndim == 3 else t for t in (q.data, q.scale))
         stats, table = of_all[slot : slot + 1], observer.experts[operand]
@@ -113,8 +112,7 @@ def observe_dy(
     """Record dy [T, sum of N_i], of which g = dy * s_w * m was quantized. `s_w` is the factor [sum of N_i, 1], None for
     1; `s_x` the scale m * 2^e [T, 1] of x, by whose exponent the bytes of g are shifted for dw, None where m is 1."""
     if observer is not None:
-        m = None if s_x is None else scale_mantissa(s_x)
-        observe(observer.backward, 0, kind, source, sizes, *_arguments(g, cast, history), s_w, m, s_x)
+        observe(observer.backward, 0, kind, source, sizes, *_arguments(g, cast, history), s_w, s_x)
 
 
 def _arguments(

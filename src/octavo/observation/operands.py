@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import widen
 from octavo.numerics.qtensor import Cast, parse_cast
-from octavo.numerics.scaling import SMALLEST_SCALE
+from octavo.numerics.scaling import SMALLEST_SCALE, scale_mantissa
 from octavo.observation.operand_statistics import (
     FIELD,
     HEAD,
@@ -100,8 +100,8 @@ def sampled_operation(*mutated: str) -> Callable[[Callable[P, None]], Callable[P
 @dataclass(frozen=True)
 class Quantized:
     """The bytes and scales of an operand [M, K], of which the rows `index` are sampled. x ≈ numbers * scale /
-    (row_scale * column_scale): the factors were multiplied into x before it was quantized, and are taken out of the
-    scales. The operand of a grouped GEMM has the parts of E experts, with as many sampled rows each, of which w has
+    (m * column_scale): the factors were multiplied into x before it was quantized, and are taken out of the scales.
+    The operand of a grouped GEMM has the parts of E experts, with as many sampled rows each, of which w has
     equal ones; otherwise E is 1."""
 
     data: Tensor
@@ -111,8 +111,7 @@ class Quantized:
     index: Tensor  # int64 [E * R]
     amax: Tensor | None = None  # [1, 1], where the scales were known before
     column_scale: Tensor | None = None  # [E, K]
-    row_scale: Tensor | None = None  # [M, 1]
-    shift_scale: Tensor | None = None  # [M, 1]: the exponents of c = 2^e * s_g take bytes from h
+    shift_scale: Tensor | None = None  # m * 2^e [M, 1]: the exponents of c = 2^e * s_g take bytes from h
     sizes: Tensor | None = None  # int64 [E], the rows of each expert
     group: Tensor | None = None  # int64 [M], the expert of each row of x or dy; E for none
 
@@ -132,7 +131,7 @@ class Quantized:
             if self.full:
                 more = more | {"minus_smallest_scale": more["minus_smallest_scale"] / factor.amax(1)}
         smallest: float | None = -torch.inf if self.sizes is None else torch.finfo(torch.float32).tiny
-        if self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None:
+        if self.cast.scale == "fp32" and self.shift_scale is None and self.column_scale is None:
             smallest = None
         shift = None if self._shift is None else self._blocks(self._shift)
         rows = numbers * scales if x is None else self._blocks(x).contiguous()
@@ -142,6 +141,11 @@ class Quantized:
     def _blocks(self, rows: Tensor) -> Tensor:
         """[E * R, ...] as [E, R, ...]; what all rows have alike, [1, ...], as [1, 1, ...]."""
         return rows[None] if self.sizes is None else rows.view(len(self.sizes), -1, rows.shape[1])
+
+    @cached_property
+    def _mantissa(self) -> Tensor | None:
+        """m [M, 1] of the shift scales."""
+        return None if self.shift_scale is None else scale_mantissa(self.shift_scale)
 
     @cached_property
     def _known(self) -> Tensor | None:
@@ -159,7 +163,7 @@ class Quantized:
         scale, count = self.scale.float(), self.scale.numel()
         if self._has_stored_scale:
             return scale.amax().view(1), {}
-        scale = scale if self.row_scale is None else scale / self.row_scale
+        scale = scale if self._mantissa is None else scale / self._mantissa
         # of the scales of each expert, of which a row may have several, and several rows one
         sizes = constant(count, scale.device, 1) if self.sizes is None else self.sizes * (count / len(self.data))
         found = {"scales": sizes, "bad_scales": self._of_experts(scale.isnan().float(), "sum")}
@@ -192,7 +196,7 @@ class Quantized:
             scale = scale[self.index if by.rows == 1 else within]
             if by.cols is not None:
                 scale = scale.repeat_interleave(by.cols, 1)[:, : self.data.shape[1]]
-        return scale.clone() if self.row_scale is None else scale / self.row_scale[self.index]
+        return scale.clone() if self._mantissa is None else scale / self._mantissa[self.index]
 
     @cached_property
     def _shift(self) -> Tensor | None:
@@ -220,7 +224,6 @@ def observe(
     spec: str = "",
     amax: Tensor | None = None,
     column_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
     shift_scale: Tensor | None = None,
 ) -> None:
     """Add the statistics of an operand to `stats` [slots, WIDTH], from row `slot` on, if this step is sampled. In a
@@ -236,14 +239,15 @@ def observe(
 
     Stacked layers have a row each, and `sizes` N_i: rows of w, columns of dy; none of x, which they share. `spec` is
     the `Cast.spec` of the quantized operand, `amax` [1, 1] what came where its scale was known before. `column_scale`
-    [N, 1] and `row_scale` [T, 1] were folded into dy; the bytes of dy are shifted by `shift_scale` [T, 1] of x for dw.
+    [N, 1] and the mantissas of `shift_scale` [T, 1], of x, were folded into dy; by the exponents of `shift_scale` the
+    bytes of dy are shifted for dw.
     """
     if not _is_sampled(stats, slot, kind):
         return
     q, full = None, bool(Sampling.full)
     if data is not None and scale is not None:
         column_scale = None if column_scale is None else column_scale.t()
-        q = Quantized(data, scale, parse_cast(spec), full, _NO_ROWS, amax, column_scale, row_scale, shift_scale)
+        q = Quantized(data, scale, parse_cast(spec), full, _NO_ROWS, amax, column_scale, shift_scale)
     store = Store.of(stats)
     for row, (x, of_rows, columns) in enumerate(_parts(kind, source, sizes, q), slot):
         rows = Rows(x.contiguous()[None], full) if of_rows is None else of_rows.rows(x, columns)
@@ -330,7 +334,6 @@ def observe_experts(
     slot: Tensor | None = None,
     factor: Tensor | None = None,
     column_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
     shift_scale: Tensor | None = None,
 ) -> None:
     """Add the statistics of each expert to `table` [E, HEAD], and the histogram of all to `stats` [1, WIDTH].
@@ -353,8 +356,8 @@ def observe_experts(
         token = index if slot is None else slot[index] // (len(slot) // len(first))
         x = numbers_of_rows("x" if kind == "w" else kind, [first[token], *(t[index] for t in rest)])
         x = x if factor is None else x * factor[index]
-    factors = (column_scale, row_scale, shift_scale)
-    q = Quantized(data, scale, parse_cast(spec), bool(Sampling.full), index, None, *factors, sizes, group)
+    full = bool(Sampling.full)
+    q = Quantized(data, scale, parse_cast(spec), full, index, None, column_scale, shift_scale, sizes, group)
     found = q.rows(x).statistics()
     # An expert with few rows has the numbers of its scales alone.
     known, of_rows = (sizes >= EXPERT_ROWS).unsqueeze(1), clear(torch.empty_like(found))
