@@ -59,6 +59,7 @@ MODELS = {
     "3b": LLAMA.change(layers=28, width=3072, heads=24, mlp_width=8192, tied=True, context=4096, batch=2),
 }
 VOCABULARY = sized(128_256, 512)  # of the largest batch
+LARGEST = {"loss.chunk": 1024}  # its settings: few logits at a time
 Configuration = tuple[int, str, str]  # GPUs, recipe, and activation checkpointing
 CONFIGURATIONS: list[Configuration] = [
     (1, "bf16", "none"),
@@ -240,7 +241,7 @@ def main(options: Options) -> Results:
     if options.largest:
         found = {}
         for recipe in ("bf16", "rowwise"):
-            config = configured("1b", 1, recipe, "none")
+            config = configured("1b", 1, recipe, "none").change(**LARGEST)
             found[recipe] = largest_of(config)
             show(recipe, found[recipe])
             yield "gpu_largest_batch", {"context": config.context, "vocabulary": VOCABULARY, "recipes": found}

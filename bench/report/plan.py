@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
-from bench.gpu.plan import AIMS, HOST_MODES, HOSTED, KINDS, MODELS, with_plan
+from bench.gpu.plan import AIMS, HOST_MODES, HOSTED, KINDS, LARGEST, MODELS, with_plan
 from bench.report.filler import Fields, Result, Rows
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs
@@ -186,7 +186,8 @@ def largest_batches(results: dict[str, Result]) -> Rows:
     """The largest batch in 80 GB, and the peak of 8 sequences, of Llama-3.2-1B's shape as `octavo train` trains it."""
     found = results["gpu_largest_batch"]
     for recipe, row in found["recipes"].items():
-        plan = training("llama-3.2-1b", recipe, "h100", fused=recipe != "bf16", batch=8, context=found["context"])
+        settings = {"batch": 8, "context": found["context"], **LARGEST}
+        plan = training("llama-3.2-1b", recipe, "h100", fused=recipe != "bf16", **settings)
         peak = compared(plan.memory.peak / 1e9, row["peak_bytes"]["8"] / 1e9)
         yield {"recipe": recipe, "batch": compared(plan.largest_batch, row["largest_batch"]), "gb": peak}
 

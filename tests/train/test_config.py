@@ -119,7 +119,7 @@ def test_bad_command_line(overrides, essentials):
         ("--model gpt2 --rope-theta 5e5", "rope_theta 500000.0 requires rotary positions; got model gpt2: give"),
         ("--recipe bf16 --bf16-gemms dw", r"bf16_gemms \('dw',\) requires .* FP8; got recipe bf16: give --recipe"),
         ("--decay 0.1", "decay 0.1 requires schedule wsd; got schedule cosine: give .* wsd, or leave decay out"),
-        ("--loss.chunk 4096", "loss.chunk 4096 requires 4096 tokens .*; got 2048: give at most 2048"),
+        ("--loss.chunk 8192", "loss.chunk 8192 requires 8192 tokens .*; got 2048: give at most 2048"),
         ("--loss.logits whole --loss.chunk 512", "loss.chunk 512 requires logits in chunks; got loss.logits whole"),
         ("--compile.backend eager", "compile.backend eager requires compile.blocks; got false: give --compile.blocks"),
         ("--parallel.gather-dtype bf16", "gather_dtype bf16 requires several processes; got 1: .* torchrun"),

@@ -186,7 +186,7 @@ class LossSettings:
         "32,768 or more",
         choices=("auto", "chunked", "whole"),
     )
-    chunk: int = setting(1024, "tokens whose logits are in memory at a time (chunked)", POSITIVE)
+    chunk: int = setting(4096, "tokens whose logits are in memory at a time (chunked)", POSITIVE)
 
     def is_chunked(self, vocabulary: int) -> bool:
         return self.logits == "chunked" or (self.logits == "auto" and vocabulary >= LARGE_VOCABULARY)
