@@ -103,7 +103,7 @@ def generate_command(
     with progress("reading the model"):
         opened = open_source(source, step, device)
     if chat:
-        if (template := HuggingFaceTokenizer(opened.description).chat) is None:
+        if (template := HuggingFaceTokenizer.load(opened.description).chat) is None:
             raise ValueError(
                 f"--chat needs a tokenizer with a chat template, and that in {opened.description} has none: leave it "
                 "out"
