@@ -375,7 +375,6 @@ class Decision(NamedTuple):
 
     operation: str  # as the model calls it, such as "softmax"
     policy: Policy
-    casting: bool  # the inputs are being cast, before the operation itself
 
 
 class GpuAutocast:
@@ -419,10 +418,12 @@ class GpuAutocast:
             with torch._C._ExcludeDispatchKeyGuard(autocast):
                 if policy is None:
                     return operation(*args, **keywords)
-                with self._deciding(Decision(base, policy, True)):
+                before, self.decision = self.decision, Decision(base, policy)
+                try:
                     args, keywords = self._cast(operation, policy, args, keywords)
-                with self._deciding(Decision(base, policy, False)):
                     return operation(*args, **keywords)
+                finally:
+                    self.decision = before
 
         return run
 
@@ -438,14 +439,6 @@ class GpuAutocast:
             return args, keywords
         cast: Any = tree_map(lambda leaf: leaf.to(to) if _is_cast(leaf) else leaf, (args, keywords))
         return cast[0], cast[1]
-
-    @contextmanager
-    def _deciding(self, decision: Decision) -> Iterator[None]:
-        before, self.decision = self.decision, decision
-        try:
-            yield
-        finally:
-            self.decision = before
 
 
 def _handles(name: str, key: str) -> bool:
@@ -485,7 +478,7 @@ def _by_model(kind: str, inputs: Sequence[str], autocast: torch.dtype | None, *,
 
 def _by_autocast(kind: str, inputs: Sequence[str], outputs: Sequence[str], computed: str, decision: Decision) -> str:
     name = decision.operation
-    if decision.casting or (kind == "cast" and inputs != outputs):
+    if kind == "cast" and inputs != outputs:
         return f"autocast casts an input of {name}"
     if decision.policy == "lower" and computed == "FP32":
         return f"part of {name} as a CPU computes it; a GPU has one kernel"

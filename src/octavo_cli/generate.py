@@ -103,7 +103,7 @@ def generate_command(
     with progress("reading the model"):
         opened = open_source(source, step, device)
     if chat:
-        if (template := HuggingFaceTokenizer(opened.description).chat) is None:
+        if (template := HuggingFaceTokenizer.load(opened.description).chat) is None:
             raise ValueError(
                 f"--chat needs a tokenizer with a chat template, and that in {opened.description} has none: leave it "
                 "out"
@@ -137,11 +137,11 @@ def write_texts(
     if opened.device.type == "cuda":
         with progress("compiling kernels"):
             engine.warm_up(min(batch, len(texts)), max(len(text.ids) for text in texts), count)
-    printer, stop, begin = Printer(texts), end_tokens(opened.description), perf_counter()
+    printing, stop, begin = print_texts(texts), end_tokens(opened.description), perf_counter()
     for start in range(0, len(texts), batch):
         for _ in continue_texts(texts[start : start + batch], engine, opened.tokenizer, count, sampling, stop):
             if not as_json:
-                printer.update()
+                next(printing, None)
     seconds, tokens = perf_counter() - begin, sum(text.tokens for text in texts)
     first = min((s for text in texts if (s := text.first_token_seconds) is not None), default=seconds)
     if as_json:
@@ -304,32 +304,23 @@ def continue_texts(
     yield
 
 
-@dataclass
-class Printer:
-    """Prints texts in their order: the first that is not finished as it comes, the others after it."""
-
-    texts: Sequence[Text]
-    console: Console = field(default_factory=Console)
-    at: int = 0  # the text that comes next
-    shown: int | None = None  # characters of it that are printed; None before its prompt is
-
-    def update(self) -> None:
-        """Print the text that has come since the last call."""
-        while self.at < len(self.texts):
-            text = self.texts[self.at]
-            if self.shown is None:
-                if len(self.texts) > 1:
-                    say(f"--- {self.at + 1} of {len(self.texts)}", "dim")
-                end = "\n" if text.message else ""
-                self.console.out(printable(text.prompt), end=end, style="bold", highlight=False)
-                self.shown = 0
-            self.console.out(printable(text.text[self.shown :]), end="", highlight=False)
-            self.console.file.flush()
-            self.shown = len(text.text)
-            if not text.finished:
-                return
-            self.console.out("")
-            self.at, self.shown = self.at + 1, None
+def print_texts(texts: Sequence[Text]) -> Iterator[None]:
+    """Print texts in their order, at each step what has come since the last: the first that is not finished as it
+    comes, the others after it."""
+    console = Console()
+    for at, text in enumerate(texts, 1):
+        if len(texts) > 1:
+            say(f"--- {at} of {len(texts)}", "dim")
+        console.out(printable(text.prompt), end="\n" if text.message else "", style="bold", highlight=False)
+        shown = 0
+        while True:
+            console.out(printable(text.text[shown:]), end="", highlight=False)
+            console.file.flush()
+            shown = len(text.text)
+            if text.finished:
+                break
+            yield
+        console.out("")
 
 
 def evaluate_command(

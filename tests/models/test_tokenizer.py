@@ -111,8 +111,8 @@ def test_bpe_save_and_load(tmp_path, bpe):
 def test_hugging_face_tokenizer(tmp_path, bpe):
     pytest.importorskip("transformers")
     bpe.save(tmp_path / "first")
-    HuggingFaceTokenizer(tmp_path / "first").save(tmp_path / "second")
-    again = HuggingFaceTokenizer(tmp_path / "second")
+    HuggingFaceTokenizer.load(tmp_path / "first").save(tmp_path / "second")
+    again = HuggingFaceTokenizer.load(tmp_path / "second")
     assert again.vocabulary_size == 280
     for text in TEXTS:
         assert again.encode(text) == bpe.encode(text)
@@ -128,7 +128,7 @@ def test_encode_batch_is_encode_of_each(tmp_path, bpe, kind):
     make = {
         "bytes": ByteTokenizer,
         "bpe": lambda: bpe,
-        "hugging face": lambda: HuggingFaceTokenizer(tmp_path),
+        "hugging face": lambda: HuggingFaceTokenizer.load(tmp_path),
         "characters": lambda: CharacterTokenizer.train(texts),
     }
     tokenizer = make[kind]()
@@ -144,7 +144,7 @@ def test_nothing_to_load(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"needs tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match="local folder"):
-        HuggingFaceTokenizer(tmp_path / "absent")
+        HuggingFaceTokenizer.load(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"at least 256.*got 255"):
         BpeTokenizer.train(CORPUS, 255)
 
@@ -163,7 +163,7 @@ def test_a_tokenizer_whose_expression_takes_too_long_is_named(tmp_path, bpe, kin
         with pytest.raises(ValueError, match="the tokenizer cannot encode 'aaaa.*retry-limit"):
             read_prompts([str(tmp_path / "text.txt")], open_tokenizer(tmp_path), PromptOptions(1, 8))
         return
-    opened = load_tokenizer(tmp_path) if kind == "bpe" else HuggingFaceTokenizer(tmp_path)
+    opened = load_tokenizer(tmp_path) if kind == "bpe" else HuggingFaceTokenizer.load(tmp_path)
     for encode in (opened.encode, lambda text: opened.encode_batch([text])):
         with pytest.raises(ValueError, match=rf"{tmp_path}.* is not a tokenizer that encodes this text .*retry-limit"):
             encode(text)

@@ -33,8 +33,7 @@ from octavo.rates.measured import known_gpus
 from octavo.recipe import PRESETS
 from octavo.train.config import PRESETS as MODEL_PRESETS
 from octavo_cli import shared
-from octavo_cli.app import app
-from octavo_cli.command import OTHER_COMMANDS, Command
+from octavo_cli.app import OTHER_COMMANDS, Command, app
 
 Octavo = Callable[..., tuple[Any, str, str]]
 COMMANDS = (

@@ -166,7 +166,7 @@ def calls_of_products(capability: int) -> Iterator[Call]:
         yield "weight_only", "weight_only_mm", (*given, None, native)
     for m in (16, 8192):
         given = on_cpu(m, 4096, dtype=HALF), stack, ones(8, 512, 1), ROW, offsets
-        yield "grouped_gemm", "grouped_weight_only_mm", (*given, None, native)
+        yield "grouped_gemm", "grouped_weight_only_mm", (*given, native)
     for m, n, k in ((1, 4096, 4096), (64, 4096, 14336), (100, 333, 80), (512, 6150, 4096), (80, 1040, 64)):
         operands = Operands(on_cpu(m, k, dtype=INT8), on_cpu(n, k, dtype=INT8), ones(m, 1), ones(n, 1), ROW, ROW)
         yield "int8_gemm", "int8_mm", (operands, on_cpu(n, dtype=HALF), on_cpu(m, n, dtype=HALF), HALF)

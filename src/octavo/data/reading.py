@@ -253,12 +253,10 @@ def _read_file(path: Path, named: bool, chat: Chat | None, report: ReadReport) -
     """The documents of one file, which is an error or skipped if it is not text."""
     size = path.stat().st_size
     rows = path.suffix.lower() in ROWS
-    try:
-        text = _text_of(path, named)
-    except _NoTextError as error:
-        reason, message = error.args
-        if message and (named or (rows and reason != "unreadable")):
-            raise DataError(message) from error
+    text, reason, message = _text_of(path, named)
+    if message and (named or (rows and reason != "unreadable")):
+        raise DataError(message)
+    if reason:
         report.skip(str(path), reason, size)
         return []
     documents = _documents(_rows(path, text, report), chat, report) if rows else [Document(text, "text")]
@@ -268,15 +266,13 @@ def _read_file(path: Path, named: bool, chat: Chat | None, report: ReadReport) -
     return documents
 
 
-class _NoTextError(Exception):
-    """Why a file is skipped, and the message where it is an error, as for a file that is named; "" where it is none."""
-
-
-def _text_of(path: Path, named: bool) -> str:
-    """The text of a file in UTF-8 without NUL."""
+def _text_of(path: Path, named: bool) -> tuple[str, str, str]:
+    """The text of a file in UTF-8 without NUL. Of another file why it is skipped, and the message where it is an error,
+    as for a file that is named; "" where it is none."""
     suffix = path.suffix.lower()
     if suffix in STRUCTURED or (not named and (suffix in GENERATED or path.name in TOKENIZER_FILES)):
-        raise _NoTextError(
+        return (
+            "",
             "not text by name",
             f"{path} holds structured data ({suffix}), which is not read as text: give {ROWS[0]} with "
             f"{' or '.join(ROW_FIELDS)}, or a data set as hf:FOLDER; to read its characters, copy it to a .txt file",
@@ -287,7 +283,7 @@ def _text_of(path: Path, named: bool) -> str:
             if 0 not in content:
                 content += file.read()
     except OSError as error:
-        raise _NoTextError("unreadable", f"{path} cannot be read: {error.strerror}") from error
+        return "", "unreadable", f"{path} cannot be read: {error.strerror}"
     text, nul = "", content.find(0)
     try:
         text, bad = content.decode("utf-8"), nul
@@ -295,10 +291,8 @@ def _text_of(path: Path, named: bool) -> str:
         bad = error.start if nul < 0 else min(nul, error.start)
     if bad >= 0:
         reason = "not UTF-8" if nul < 0 or content[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary"  # marks of UTF-16
-        raise _NoTextError(reason, f"{path} must be text (UTF-8 without NUL); byte {bad} is not: convert it first")
-    if not text.strip():
-        raise _NoTextError("empty", "")
-    return text
+        return "", reason, f"{path} must be text (UTF-8 without NUL); byte {bad} is not: convert it first"
+    return text, "" if text.strip() else "empty", ""
 
 
 # ---- Rows: of a file with one JSON object a line, or of a Hugging Face data set (extra `hf`).

@@ -133,19 +133,20 @@ class BpeTokenizer(LibraryTokenizer):
 class HuggingFaceTokenizer(LibraryTokenizer):
     """The tokenizer of a local Hugging Face model folder (extra `hf`); `from_hub` alone downloads."""
 
-    def __init__(self, folder: str | Path) -> None:
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
         if not any((Path(folder) / name).is_file() for name in _FILES):  # transformers would make an empty one
             raise FileNotFoundError(f"no tokenizer in {folder}: it needs one of {', '.join(_FILES)}")
-        super().__init__(open_local(_auto_tokenizer(), folder), folder)
+        return cls(open_local(_auto_tokenizer(), folder), folder)
 
     @classmethod
     def from_hub(cls, name: str) -> Self:
         """The tokenizer of a model on the Hugging Face hub, which is downloaded once, or of a local folder. Raises a
         ValueError, which says why, if it cannot be opened."""
         if Path(name).is_dir():
-            return cls(name)
+            return cls.load(name)
         try:
             opened = _auto_tokenizer().from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -153,9 +154,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
                 f"the tokenizer hf:{name} cannot be opened ({str(error).splitlines()[0]}): give the name of a model on "
                 "the hub (log in with `hf auth login` if it is gated), or a local folder"
             ) from error
-        tokenizer = cls.__new__(cls)
-        LibraryTokenizer.__init__(tokenizer, opened, f"hf:{name}")
-        return tokenizer
+        return cls(opened, f"hf:{name}")
 
     @property
     def vocabulary_size(self) -> int:
@@ -191,7 +190,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             ours = content == character_json(characters)
             return CharacterTokenizer(characters) if ours else BpeTokenizer.load(folder)
     if (Path(folder) / "tokenizer_config.json").is_file():
-        return HuggingFaceTokenizer(folder)
+        return HuggingFaceTokenizer.load(folder)
     raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
 
 

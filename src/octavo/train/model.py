@@ -179,7 +179,7 @@ def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
     if config.tokenizer.startswith("hf:") and not saved.exists():
         opened = HuggingFaceTokenizer.from_hub(config.tokenizer.removeprefix("hf:"))
     elif config.tokenizer.startswith("hf:") or config.model not in BUILT_IN_MODELS:
-        opened = HuggingFaceTokenizer(saved if saved.exists() else config.model)
+        opened = HuggingFaceTokenizer.load(saved if saved.exists() else config.model)
     elif saved.exists():
         opened = tokenizer.load_tokenizer(saved)
     reading = read_text(config.data, opened.chat if opened else None)

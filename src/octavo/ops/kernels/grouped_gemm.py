@@ -14,7 +14,6 @@ from octavo.numerics.qtensor import Granularity
 from octavo.ops.kernels.block_scaled_gemm import NEIGHBOURS, SMALL_M, Tiling, find_tile, readable_scale, sum_groups
 from octavo.ops.kernels.block_scaled_gemm import choose as choose_blocks
 from octavo.ops.kernels.gemm import MAX_BLOCK_M, store_sums, sum_products
-from octavo.ops.kernels.gemm import Tiling as WeightTiling
 from octavo.ops.kernels.weight_only import choose as choose_weight_tiling
 from octavo.ops.kernels.weight_only import dequantize, widened_mm
 from octavo.ops.kernels.weight_only import readable_scale as readable_weight_scale
@@ -328,17 +327,10 @@ def _add_each(a, b, c, x, y, z):
 
 
 def grouped_weight_only_mm(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor,
-    granularity: Granularity,
-    offsets: Tensor,
-    tiling: WeightTiling | None = None,
-    native: bool | None = None,
+    x: Tensor, w: Tensor, scale: Tensor, granularity: Granularity, offsets: Tensor, native: bool | None = None
 ) -> Tensor:
     """Same as `grouped_weight_only_mm` of the operation, for x in BF16 or FP16. Rows behind the groups are not written.
 
-    tiling: None chooses one; its split_k has no effect.
     native: whether the GPU converts E4M3 by an instruction; None asks it.
     """
     (m, k), (e, n, _) = x.shape, w.shape
@@ -346,7 +338,7 @@ def grouped_weight_only_mm(
     w = w if (has_kernels(x.device) if native is None else native) else w.view(torch.uint8)
     y = allocate(x, (m, n))
     group, rows = granularity.cols or 0, max(2, likely_rows(m, e))  # one row has a kernel of its own in a linear layer
-    block_n, block_k, stages, warps, _ = tiling or choose_weight_tiling(rows, n, k, group, x.device)
+    block_n, block_k, stages, warps, _ = choose_weight_tiling(rows, n, k, group, x.device)
     block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(rows)))
     launcher(_weight_only_kernel, (most_tiles(m, e, block_m), cdiv(n, block_n)))(
         x, w, scale, offsets.contiguous(), y, e, n, scale[0].numel(),
