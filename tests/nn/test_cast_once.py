@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from bits import bits
 from fsdp_examples import WIDTH, Block, backward, batch
 from linear_examples import QUANTIZED, K, N, T, converted, converted_model, run
 from operation_counts import saved_tensors
@@ -21,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.nn import SwiGLU, linear_function
+from octavo.ops import quantize, quantize_stack
 from octavo.recipe import GEMMS, Recipe, mxfp8, rowwise, tensorwise
+from octavo.scales import cached_stacks
 
 CASTS = {"octavo::quantize", "octavo::quantize_stack", "octavo::quantize_scaled"}
 
@@ -99,6 +102,33 @@ def loaded(model: Block) -> None:
 
 
 STACKS = 4  # of `Block` by `rowwise`: left + right, plain, gate + up, down
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_a_gpu_casts_them_by_a_graph_while_they_keep_their_memory(recipe: str) -> None:
+    model = converted_model(Block().cuda(), recipe, emulate=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    used = cached_stacks(model)
+
+    def step() -> None:
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+
+    with octavo.scales.cast_once(model):
+        counts = []
+        for number in range(5):
+            if number == 3:
+                model.plain.weight.data = model.plain.weight.data.clone()
+            counts.append(casts_of_weights(model, step))
+            for cache, linears, cast in used:
+                weights = [linear.weight for linear in linears]
+                fresh = quantize_stack(weights, cast) if cast.by_row else quantize(weights[0], cast)
+                assert torch.equal(bits(cache.q.data), bits(fresh.data))
+                assert torch.equal(cache.q.scale, fresh.scale)
+                assert not cache.is_stale(weights)
+    assert counts == [len(used), len(used), 0, len(used), len(used)]  # the second of one kind is recorded
 
 
 @pytest.mark.parametrize(("recipe", "layers"), [("rowwise", STACKS), ("tensorwise", 6), ("blockwise", 6)])

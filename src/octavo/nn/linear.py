@@ -79,6 +79,10 @@ class WeightCache:
         else:
             self.q.data.copy_(q.data)
             self.q.scale.copy_(q.scale)
+        self.note_cast(weights)
+
+    def note_cast(self, weights: Sequence[Tensor]) -> None:
+        """Take `weights` for those that are cached."""
         # These references keep the memory allocated until the next cast, so that no other weight gets its address.
         self.cast_weights, self.key = [local_part(w).detach() for w in weights], _key(weights)
 
