@@ -1,11 +1,13 @@
 """Whole training steps of transformers' Llama with AdamW: the blocks, the head, the loss and the optimizer.
 
-    1b, compile     Llama-3.2-1B's shape, 8 sequences of 1,024 tokens, layers compiled one by one
-    1b, eager       the same without torch.compile
-    8b, compile     4 layers of Llama-3-8B's shape, a head of 32,000, 8,192 tokens
+    1b, compile          Llama-3.2-1B's shape, 8 sequences of 1,024 tokens, layers compiled one by one
+    1b, eager            the same without torch.compile
+    8b, compile          4 layers of Llama-3-8B's shape, a head of 32,000, 8,192 tokens
+    1b, octavo train     the command on a folder of 1b's shape: weights and AdamW in FP32, clipping, and the watch
 
-All modes of a cell have the same parameters and the same states of AdamW, in BF16, and take turns in one process. So a
-peak is that of a step of the mode alone. Liger's loss is left out where Liger Kernel is not installed.
+All modes of another cell than the last have the same parameters and the same states of AdamW, in BF16, and take turns
+in one process. So a peak is that of a step of the mode alone. Liger's loss is left out where Liger Kernel is not
+installed.
 
 First come the losses alone. Their values and gradients are compared with float64: an error of ours above 1.25 times
 that of BF16's own plain loss ends the benchmark. Then follow the times of the losses, forward and backward.
@@ -15,8 +17,11 @@ that of BF16's own plain loss ends the benchmark. Then follow the times of the l
 
 import copy
 import importlib
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +32,12 @@ import octavo
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
 from bench.gpu.variants import use_liger_loss, use_torchao
+from octavo.models.tokenizer import ByteTokenizer
 from octavo.nn.fused_loss import CHUNK, linear_cross_entropy
+from octavo.train import step_metrics
+from octavo.train.config import Config
+from octavo.train.processes import training_console
+from octavo.train.trainer import start_run
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[nn.Module], Any]
@@ -80,7 +90,7 @@ class Training:
         options = {"max_position_embeddings": tokens, "attn_implementation": "sdpa", "use_cache": False}
         with torch.device(DEVICE):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options))
-        self.model = model.to(torch.bfloat16).train()
+        self.model: Any = model.to(torch.bfloat16).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-7, fused=DEVICE == "cuda")
         self.ids = torch.randint(sizes["vocab_size"], (batch, tokens), device=DEVICE)
 
@@ -134,6 +144,37 @@ def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     rows = {mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)} for mode, row in speeds.items()}
     for mode, row in rows.items():
         show(f"{name:12} {mode:34}", row)
+    return {"machine": harness.facts(), "modes": rows, "rounds": times}
+
+
+class Run:
+    """A run of `octavo train` on a model folder, which steps as the command does."""
+
+    def __init__(self, folder: str, recipe: str, compiled: bool, scope: ExitStack) -> None:
+        batch, tokens = SHAPES["1b"][1]
+        text, out = str(Path(__file__).parents[2] / "docs"), f"{folder}/{recipe}-{compiled}"
+        config = Config(model=folder, recipe=recipe, batch=batch, context=tokens, data=(text,), out=out, device=DEVICE)
+        trainer = start_run(config.change(**{"compile.blocks": compiled, "steps": 1000}), training_console())
+        scope.enter_context(trainer.lock)
+        metrics = scope.enter_context(step_metrics.Metrics(trainer.run_folder.metrics, resumed_at=0, config=config))
+        watched = step_metrics.watched(trainer.config, trainer.state, trainer.run_folder, metrics)
+        trainer.watch = scope.enter_context(watched)
+        scope.enter_context(trainer.state.cast_once())
+        self.step = trainer.step
+
+
+def runs(rounds: int) -> dict[str, Any]:
+    """The milliseconds of a step of `octavo train` and its peak, by recipe, compiled and not."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as scope:
+        Training("1b").model.save_pretrained(folder)
+        ByteTokenizer().save(folder)
+        modes = {f"{r}{how}": (r, not how) for how in ("", ", eager") for r in (BASE, "rowwise")}
+        made_runs, peaks = harness.built({mode: partial(Run, folder, *each, scope) for mode, each in modes.items()})
+        times = harness.interleaved({mode: run.step for mode, run in made_runs.items()}, rounds=rounds, repeat=4)
+    rows = harness.rows_of(times, BASE, "speed")
+    for mode, row in rows.items():
+        show(f"octavo train {mode:16}", row := row | {"peak_gib": peaks[mode] / 2**30, "sqnr": None})
+        rows[mode] = row
     return {"machine": harness.facts(), "modes": rows, "rounds": times}
 
 
@@ -219,5 +260,7 @@ def main(options: Options) -> Results:
         if options.only in name:
             result[name] = cell(name, shape, compiled, options.rounds)
             torch._dynamo.reset()
+    if options.only in ("", "train"):
+        result["1b, octavo train"] = runs(options.rounds)
     if not options.only:
         yield "gpu_whole_step", result
