@@ -133,7 +133,7 @@ def check() -> dict[str, dict[str, float]]:
 def measure(runners: dict[str, Any], step: Callable[[Any], object]) -> dict[str, Any]:
     """The milliseconds of a step of each mode, and their speeds over the first."""
     steps = {mode: partial(step, runner) for mode, runner in runners.items()}
-    rounds = harness.interleaved(steps, rounds=5, repeat=2, warmup=1)
+    rounds = harness.interleaved(steps, rounds=5, repeat=4, warmup=1)
     ms = {mode: harness.summary(each) for mode, each in rounds.items()}
     return {"ms": ms, "speed": {mode: speedup({"rounds": rounds}, mode, BASE) for mode in runners}}
 
