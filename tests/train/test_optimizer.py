@@ -19,6 +19,7 @@ from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder
 from octavo.train import optimizer as optimizers
 from octavo.train.config import Config
+from octavo.train.model import cast_weights
 from octavo.train.optimizer import accumulate_in_fp32, clip_gradients, learning_rate, make_optimizer, optimizer_state
 from octavo.train.processes import Degrees, make_mesh
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
@@ -290,6 +291,26 @@ def test_a_step_is_adamws_but_for_the_rounding_of_its_moments(state):
             if name in ("a.bias", "c.weight", "c.bias"):  # too small, or rows that are no whole blocks: float32
                 assert float(difference.abs().max()) < 1e-6
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"weights": "bf16"}, {"state": "8bit"}, {"state": "fp8", "weights": "bf16"}], ids=str
+)
+def test_a_step_is_torchaos_and_wraps_nothing_for_compilation(settings, monkeypatch):
+    def trained_in_dtype():
+        model, config = make_model(), config_of(**settings)
+        optimizer = make_optimizer(cast_weights(model, config), config)
+        with monkeypatch.context() as patch:
+            if ours:
+                patch.setattr(torch, "compile", lambda *args, **options: pytest.fail("wrapped"))
+            take_steps(model, optimizer, 3)
+        return list(model.parameters())
+
+    ours = True
+    found = trained_in_dtype()
+    ours = False
+    monkeypatch.setattr(optimizers, "_compiled_once", lambda base: base)
+    assert all(torch.equal(*pair) for pair in zip(found, trained_in_dtype(), strict=True))
 
 
 @pytest.mark.parametrize("state", EIGHT_BITS)
