@@ -255,9 +255,7 @@ def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], w
     scales = {name for name in found if name.endswith(SCALE_ENDINGS) or is_kv_scale(name)}
     right = {name: is_positive(t) if name in scales else is_finite(t) for name, t in found.items()}
     for name in failing(right):
-        if name in scales:
-            check_scale(name, found[name], where)
-        raise ArtifactError(f"{where}: {name} holds inf or NaN; {ADVICE}")
+        (check_scale if name in scales else check_finite)(name, found[name], where)
 
 
 # ---- The scales of a KV cache: for each attention layer one for the keys, after the rotation, and one for the values.
