@@ -148,8 +148,6 @@ def static_scales(
             )
             freeze = ", or find them with --freeze 64 --data TEXT" if others else ""
             raise ValueError(f"{what}: give --calibration, made by octavo calibrate{freeze}")
-        if missing := [name for name in others if name not in calibration.layers]:
-            raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
         inputs = {name: calibration.scale(name, chosen).reshape(1) for name in others} | inputs
         keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, chosen, source)
         record = {"rule": chosen, **calibration.record, "kv_cache": options.kv_cache}
@@ -180,11 +178,6 @@ def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dic
         raise ValueError(
             f"{source.origin} has no attention layers with k_proj, which the scales of a KV cache are named after: "
             "pack it without --kv-cache"
-        )
-    if missing := [site for site in sites.values() if site not in calibration.sites]:
-        raise ValueError(
-            f"the calibration has no statistics of {missing[0]}, which a KV cache needs: "
-            "calibrate the model with this version"
         )
     return {name: calibration.scale(site, rule).reshape(1) for name, site in sites.items()}
 
