@@ -335,6 +335,10 @@ def reciprocal_warning(names: list[str], layers: int) -> str:
 
 
 # ---- The GEMM that computes with the packed weights of a scheme, on a device or on a GPU that need not be here.
+#
+# The scheme `weight` is weight-only on every device: the weight is widened in the kernel. So is every other FP8 scheme
+# on a GPU without an FP8 GEMM for it, such as an Ampere: the result is then closer to the BF16 model's than the
+# scheme's own. `int8` casts inputs on every device.
 
 
 _BY_ROW = {name: Cast(name) for name in ("e4m3", "e4m3fnuz")}
@@ -358,6 +362,21 @@ def eight_bit_gemm(scheme: Scheme, x: Cast, device: Place) -> Backend:
         return find_int8_backend(device)
     spread = scheme.weight.granularity == TENSOR and not scheme.static  # as `Scheme.packed_weight` does
     return product_backend(x, _BY_ROW[scheme.weight.format] if spread else scheme.weight, device)
+
+
+def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    """The cast of the input of a layer on `device`; None if its GEMM is weight-only."""
+    find = _input_cast if torch.compiler.is_compiling() else _find_cached  # torch.compile warns of a cached function
+    return find(scheme, device)
+
+
+def _input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    if scheme.inputs is None or eight_bit_gemm(scheme, scheme.inputs, device).name == "none":
+        return None
+    return scheme.inputs
+
+
+_find_cached = cache(_input_cast)
 
 
 def scheme_on(scheme: Scheme, place: Place) -> Scheme:
