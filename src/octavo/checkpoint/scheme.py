@@ -312,16 +312,14 @@ def kv_pairs(tensors: Mapping[str, Tensor], names: Iterable[str]) -> KvScales:
 _LARGEST = 448.0
 
 
-def looks_reciprocal(scale: Tensor, weight: Callable[[], Tensor]) -> bool:
-    """True if the scales of a packed weight, in floating point, are probably reciprocal. `weight()` returns
-    data * scale and is called only if the scales are large."""
-    return float(scale.float().median()) > 1 and float(weight().abs().max()) > _LARGEST
-
-
 def suspected(layers: Iterable[tuple[str, Tensor, Callable[[], Tensor]]]) -> list[str]:
     """The packed layers whose scales look reciprocal, if they are more than half of `layers`: of each its name, its
-    scales, and a function that returns its weight. One layer at a time is in memory."""
-    found = {name: looks_reciprocal(scale, weight) for name, scale, weight in layers}
+    scales in floating point, and a function that returns its weight, data * scale, which is called only if the scales
+    are large. One layer at a time is in memory."""
+    found = {
+        name: float(scale.float().median()) > 1 and float(weight().abs().max()) > _LARGEST
+        for name, scale, weight in layers
+    }
     return [name for name, looks in found.items() if looks] if 2 * sum(found.values()) > len(found) else []
 
 

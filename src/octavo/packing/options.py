@@ -244,7 +244,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     chosen = ChosenLayers(schemes, experts.keys(), {name: why for name, why in left.items() if why}, static)
     check_groups([*linears, *experts], schemes)
     shapes = {name: tuple(source.specs[f"{name}.weight"].shape) for name in chosen.linears} | experts
-    check_shapes(schemes, shapes)
+    check_reasons({name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}, schemes)
     layout.check_experts({name: schemes[name] for name in experts}, shapes)
     check_degrees({name: schemes[name] for name in chosen.linears}, shapes, source.config, options.tensor_parallel)
     return chosen
@@ -318,11 +318,6 @@ def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source:
                 f"{', '.join(f'{name} {scheme}' for scheme, name in chosen.items())}: name all of them in --skip or "
                 "--layer"
             )
-
-
-def check_shapes(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a ValueError unless each weight [N, K] of `shapes` divides into the blocks of its scheme."""
-    check_reasons({name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}, schemes)
 
 
 def check_reasons(reasons: Mapping[str, str], schemes: Mapping[str, Scheme], other: str = "") -> None:
