@@ -164,14 +164,6 @@ def test_json_says_what_the_recipe_says():
     assert json.loads(CUSTOM.to_json())["dw"] is None
 
 
-def test_json_of_earlier_versions_is_read():
-    """They had no `emulate`, wrote a GEMM in BF16 as one without operands, and rotated y or nothing."""
-    fields = json.loads(recipes.rowwise_dw_bf16().to_json()) | {"dw": {"fast_accumulation": False}}
-    del fields["emulate"]
-    assert Recipe.from_json(json.dumps(fields | {"rotate": False})) == recipes.rowwise_dw_bf16()
-    assert Recipe.from_json(json.dumps(fields | {"rotate": True})) == replace(recipes.rowwise_dw_bf16(), rotate=("y",))
-
-
 def test_equal_recipes_hash_alike_and_are_frozen():
     assert len({rowwise(), rowwise(), Recipe.from_json(rowwise().to_json())}) == 1
     with pytest.raises(FrozenInstanceError):

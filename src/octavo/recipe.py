@@ -309,8 +309,6 @@ class Recipe:
         fields = {"name": name} | read_fields(values, kinds, "")
         if not fields["name"]:
             raise ValueError("name must not be empty")
-        if isinstance(fields.get("rotate"), bool):  # of earlier versions
-            fields["rotate"] = ("y",) if fields["rotate"] else ()
         return cls(**fields | {gemm: _read_gemm(fields.get(gemm), gemm) for gemm in GEMMS})
 
     def to_json(self) -> str:
@@ -546,7 +544,7 @@ def _read(path: Path) -> Recipe:
 
 
 def _read_gemm(values: Any, name: str) -> Gemm | None:
-    if values is None or values == {"fast_accumulation": False}:  # earlier versions wrote the latter for BF16
+    if values is None:
         return None
     operands = _OPERANDS[name]
     found = read_fields(values, dict.fromkeys(operands, object) | {"fast_accumulation": bool}, name)

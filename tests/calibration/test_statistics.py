@@ -114,7 +114,6 @@ REFUSED = [
             lambda s: s.scale("mse"),
         )
     ],
-    (lambda s: s.update(torch.ones(1, 4)).update(torch.ones(1, 5)), "has 4 channels, got a tensor with 5"),
     (lambda s: s.update(SPARSE).scale("percentile", 98.9), "take a higher percentile"),
     (lambda s: s.update(SPARSE).scale("entropy"), "choose one of amax, percentile, mse"),
 ]  # fmt: skip

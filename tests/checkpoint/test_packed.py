@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import Packing, get_layout, quantization_config, read_packing
-from octavo.checkpoint.scheme import SCHEMES, check_tensors, looks_reciprocal, suspected
+from octavo.checkpoint.scheme import SCHEMES, check_tensors, suspected
 from octavo.numerics import QTensor
 from octavo.ops import quantize
 
@@ -168,15 +168,14 @@ def test_reciprocal_scales_are_told_from_right_ones(scheme: str, size: float) ->
         wrong = replace(right, scale=1 / right.scale)
     else:
         wrong = replace(right, scale=(254 - right.scale.view(torch.uint8)).view(right.scale.dtype))
-    assert not looks_reciprocal(right.scale, right.dequantize)
-    assert looks_reciprocal(wrong.scale, wrong.dequantize)
+    assert suspected([("right", right.scale, right.dequantize)]) == []
+    assert suspected([("wrong", wrong.scale, wrong.dequantize)]) == ["wrong"]
 
 
 def test_large_scales_of_small_data_and_one_layer_of_huge_weights_are_no_suspicion() -> None:
     data, scale = torch.full((4, 32), 0.5), torch.full((4, 1), 2.0)
-    assert not looks_reciprocal(scale, lambda: data * scale)
+    assert suspected([("small", scale, lambda: data * scale)]) == []
     huge, plain = packed("channel", 500.0), packed("channel", 0.02)
     weights = [("huge", huge), ("a", plain), ("b", plain)]
-    assert looks_reciprocal(huge.scale, huge.dequantize)
     assert suspected((name, q.scale, q.dequantize) for name, q in weights) == []
     assert suspected((name, q.scale, q.dequantize) for name, q in weights[:1]) == ["huge"]

@@ -20,8 +20,8 @@ from transformers import LlamaForCausalLM, StaticCache
 
 import octavo
 from octavo import convert, models
+from octavo.checkpoint import scheme as gemm_path
 from octavo.checkpoint.folder import RunFolder
-from octavo.inference import packed_linear as gemm_path
 from octavo.inference.opening import load_packed
 from octavo.inference.transformers_cache import CACHE
 from octavo.ops import Backend

@@ -12,11 +12,12 @@ from runtime_examples import ARCHITECTURES, logits
 from tiny_models import open_theirs
 
 import octavo
-from octavo.checkpoint.scheme import CHANNEL, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, find_gemm
+from octavo.checkpoint import scheme as gemm_path
+from octavo.checkpoint.scheme import CHANNEL, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, find_gemm, input_cast
+from octavo.inference import opening
 from octavo.inference import packed_experts as packed_experts_module
-from octavo.inference import packed_linear as gemm_path
+from octavo.inference.opening import gemm_notes
 from octavo.inference.packed_experts import expert_input_cast
-from octavo.inference.packed_linear import gemm_notes, input_cast
 from octavo.nn import Experts
 from octavo.numerics import ROW, Cast, Granularity, group
 from octavo.ops import Backend, dispatch
@@ -84,7 +85,7 @@ def test_the_choice_by_scheme_and_device(monkeypatch):
 
 def test_a_note_names_the_layers_that_run_in_bf16_at_many_tokens(monkeypatch):
     names = {"mx": "dequantized", "channel": "cublaslt", "weight": "triton"}
-    monkeypatch.setattr(gemm_path, "find_gemm", lambda scheme, device: (scheme.inputs, Backend(names[scheme.name], "")))
+    monkeypatch.setattr(opening, "find_gemm", lambda scheme, device: (scheme.inputs, Backend(names[scheme.name], "")))
     note = gemm_notes(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)[1]
     assert "slower than BF16" in note
     assert "2 layers of the scheme mx above 256 tokens; 1 layer of the scheme weight above 16 tokens. " in note

@@ -19,7 +19,7 @@ from octavo.checkpoint.scheme import SCHEMES, get_scheme
 from octavo.numerics import QTensor
 from octavo.ops import quantize
 from octavo.packing import PackOptions, pack
-from octavo.packing.options import check_degrees, check_shapes
+from octavo.packing.options import check_degrees, check_reasons
 
 
 def test_layers_that_are_stored_transposed_are_refused(tmp_path):
@@ -138,9 +138,14 @@ SHAPES = {
 }
 
 
+def check_shapes(names, shapes):
+    schemes = {layer: get_scheme(name) for layer, name in names.items()}
+    check_reasons({layer: scheme.misfit(*shapes[layer]) for layer, scheme in schemes.items()}, schemes)
+
+
 def refusal(shapes):
     with pytest.raises(ValueError, match="cannot be packed|no multiple") as error:
-        check_shapes({name: get_scheme("block") for name in shapes}, shapes)
+        check_shapes(dict.fromkeys(shapes, "block"), shapes)
     return str(error.value)
 
 
@@ -148,7 +153,7 @@ def test_the_options_match_the_layers_that_do_not_fit_and_those_fused_with_them(
     globs = re.findall(r"--layer '(\S+)=channel'", refusal(SHAPES))
     assert globs == ["*.experts.*.gate_proj", "*.experts.*.up_proj", "layers.0.mlp.shared.down_proj"]
     changed = {name for name in SHAPES if any(fnmatchcase(name, glob) for glob in globs)}
-    check_shapes({name: get_scheme("channel" if name in changed else "block") for name in SHAPES}, SHAPES)
+    check_shapes({name: "channel" if name in changed else "block" for name in SHAPES}, SHAPES)
 
 
 def test_a_model_of_which_nothing_fits_takes_another_scheme():
@@ -156,7 +161,7 @@ def test_a_model_of_which_nothing_fits_takes_another_scheme():
     message = refusal(shapes)
     assert "layers.0.mlp.experts.0.gate_proj: [96, 96] is no multiple of 128 x 128, the blocks of block" in message
     assert "and 8 other layers cannot be packed either: pack by channel (--scheme channel)" in message
-    check_shapes({name: get_scheme("channel") for name in shapes}, shapes)
+    check_shapes(dict.fromkeys(shapes, "channel"), shapes)
 
 
 # ---- Which models can be split over several devices, against a split that is really made

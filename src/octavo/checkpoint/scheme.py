@@ -255,9 +255,7 @@ def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], w
     scales = {name for name in found if name.endswith(SCALE_ENDINGS) or is_kv_scale(name)}
     right = {name: is_positive(t) if name in scales else is_finite(t) for name, t in found.items()}
     for name in failing(right):
-        if name in scales:
-            check_scale(name, found[name], where)
-        raise ArtifactError(f"{where}: {name} holds inf or NaN; {ADVICE}")
+        (check_scale if name in scales else check_finite)(name, found[name], where)
 
 
 # ---- The scales of a KV cache: for each attention layer one for the keys, after the rotation, and one for the values.
@@ -314,16 +312,14 @@ def kv_pairs(tensors: Mapping[str, Tensor], names: Iterable[str]) -> KvScales:
 _LARGEST = 448.0
 
 
-def looks_reciprocal(scale: Tensor, weight: Callable[[], Tensor]) -> bool:
-    """True if the scales of a packed weight, in floating point, are probably reciprocal. `weight()` returns
-    data * scale and is called only if the scales are large."""
-    return float(scale.float().median()) > 1 and float(weight().abs().max()) > _LARGEST
-
-
 def suspected(layers: Iterable[tuple[str, Tensor, Callable[[], Tensor]]]) -> list[str]:
     """The packed layers whose scales look reciprocal, if they are more than half of `layers`: of each its name, its
-    scales, and a function that returns its weight. One layer at a time is in memory."""
-    found = {name: looks_reciprocal(scale, weight) for name, scale, weight in layers}
+    scales in floating point, and a function that returns its weight, data * scale, which is called only if the scales
+    are large. One layer at a time is in memory."""
+    found = {
+        name: float(scale.float().median()) > 1 and float(weight().abs().max()) > _LARGEST
+        for name, scale, weight in layers
+    }
     return [name for name, looks in found.items() if looks] if 2 * sum(found.values()) > len(found) else []
 
 
@@ -337,6 +333,10 @@ def reciprocal_warning(names: list[str], layers: int) -> str:
 
 
 # ---- The GEMM that computes with the packed weights of a scheme, on a device or on a GPU that need not be here.
+#
+# The scheme `weight` is weight-only on every device: the weight is widened in the kernel. So is every other FP8 scheme
+# on a GPU without an FP8 GEMM for it, such as an Ampere: the result is then closer to the BF16 model's than the
+# scheme's own. `int8` casts inputs on every device.
 
 
 _BY_ROW = {name: Cast(name) for name in ("e4m3", "e4m3fnuz")}
@@ -360,6 +360,21 @@ def eight_bit_gemm(scheme: Scheme, x: Cast, device: Place) -> Backend:
         return find_int8_backend(device)
     spread = scheme.weight.granularity == TENSOR and not scheme.static  # as `Scheme.packed_weight` does
     return product_backend(x, _BY_ROW[scheme.weight.format] if spread else scheme.weight, device)
+
+
+def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    """The cast of the input of a layer on `device`; None if its GEMM is weight-only."""
+    find = _input_cast if torch.compiler.is_compiling() else _find_cached  # torch.compile warns of a cached function
+    return find(scheme, device)
+
+
+def _input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    if scheme.inputs is None or eight_bit_gemm(scheme, scheme.inputs, device).name == "none":
+        return None
+    return scheme.inputs
+
+
+_find_cached = cache(_input_cast)
 
 
 def scheme_on(scheme: Scheme, place: Place) -> Scheme:

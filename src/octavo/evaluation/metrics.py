@@ -75,14 +75,7 @@ class LogitSums:
         self._rows: list[tuple[float, ...]] = []  # of each prompt: kl, agreeing, nll and reference nll, tokens, targets
 
     def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None:
-        """Add a batch: ids int64 [B, T], logits of the two models [B, T, V]. A ValueError if the shapes do not fit."""
-        if reference.shape != candidate.shape or reference.shape[:-1] != ids.shape:
-            raise ValueError(
-                f"logits must be [*{list(ids.shape)}, V] of both models, got {list(reference.shape)} and "
-                f"{list(candidate.shape)}"
-            )
-        if ids.shape[1] < 2:
-            raise ValueError("a prompt of one token has no next one: perplexity needs prompts of two tokens at least")
+        """Add a batch: ids int64 [B, T] of two tokens or more, logits of the two models [B, T, V]."""
         for prompt, p, q in zip(ids, reference, candidate, strict=True):
             self._rows.append(_sums(prompt.to(p.device), p, q.to(p.device)))
 

@@ -467,7 +467,6 @@ class RenamedReader(ShardReader):
         self.specs = {new: reader.specs[name] for new, name in self._from.items()}
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
         return self._reader.get(self._from[name])
 
 

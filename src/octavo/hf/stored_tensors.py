@@ -290,7 +290,6 @@ class Conv1DReader(ShardReader):
         return {opt: name if name.startswith("transformer.") else f"transformer.{name}" for opt, name in named.items()}
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
         source = self._from[name]
         return _convert(source, super().get(source))[name].contiguous()
 

@@ -25,6 +25,7 @@ from octavo.checkpoint.scheme import (
     Scheme,
     check_scale,
     check_tensors,
+    find_gemm,
     kv_pairs,
     kv_tensors,
     reciprocal_warning,
@@ -46,7 +47,7 @@ from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
-from octavo.inference.packed_linear import PackedLinear, fuse, gemm_notes, quantize_head, swap_linears, use_formats_of
+from octavo.inference.packed_linear import PackedLinear, fuse, quantize_head, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
 from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models.decoder import Decoder
@@ -54,6 +55,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
 from octavo.ops import index_of_largest
+from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
 from octavo.ops.launching import compile_only
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import slower_experts_note, slower_note
@@ -140,6 +142,26 @@ def fill(
     model.to(device)
     fuse(model)
     return model, pairs_in_order(kv_scales) if kv_scales else None
+
+
+def gemm_notes(schemes: Counter[Scheme], device: torch.device) -> tuple[str, str]:
+    """The packed layers that run weight-only on `device` although their scheme casts inputs, counted by scheme, with
+    the reason. Then the layers whose operands are widened at a large M, slower than BF16. "" for none."""
+    weight_only, widened = [], []
+    for scheme, count in schemes.items():
+        cast, backend = find_gemm(scheme, device)
+        layers = f"{plural(count, 'layer')} of the scheme {scheme.name}"
+        if scheme.inputs is not None and cast is None:
+            weight_only.append(f"{layers} ({backend.reason})")
+        if backend.name == "dequantized" or (cast is None and device.type == "cuda"):
+            widened.append(f"{layers} above {MAX_FASTER_M if cast is None else MAX_M_OF_GROUPS} tokens")
+    on = f"on {device} these layers"
+    first = f"{on} compute with inputs that are not quantized: {'; '.join(weight_only)}"
+    second = (
+        f"{on} are slower than BF16, because their operands are widened to BF16: {'; '.join(widened)}. docs/packing.md "
+        "names the schemes with a GEMM of their own"
+    )
+    return first if weight_only else "", second if widened else ""
 
 
 def _filled(
@@ -402,12 +424,10 @@ def compile_meanwhile(
             swap_linears(small.model, _packed_layers(small, packing, folder / "config.json"))
     except Exception:  # a model that cannot be that small
         small = None
-    if small is None:
-        yield
-        return
     dtype = ("fp8" if packing.kv_cache else None) if kv_cache == AUTO else kv_cache
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_compile, small, device, dtype, meta_model.config.get("vocab_size", VOCABULARY))
+        if small is not None:
+            thread.submit(_compile, small, device, dtype, meta_model.config.get("vocab_size", VOCABULARY))
         yield
 
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.checkpoint.layouts import EXPERT_DTYPE
-from octavo.checkpoint.scheme import CHANNEL, Scheme
-from octavo.inference.packed_gradient import wants_gradient
-from octavo.inference.packed_linear import PackedModule, input_cast
+from octavo.checkpoint.scheme import CHANNEL, Scheme, input_cast
+from octavo.inference.packed_linear import PackedModule, wants_gradient
 from octavo.nn.experts import check_routing, plain_experts, rows_of
 from octavo.nn.linear import compute_dtype
 from octavo.nn.module_tools import differentiable_once

@@ -6,9 +6,7 @@ x is quantized in each call, as the scheme says (`octavo.checkpoint.scheme`), or
 weight-only. The weight is a constant: x has a gradient, the weight none.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -17,31 +15,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
-from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
+from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, Scheme, input_cast, scheme_on
 from octavo.hf.meta_model import dtypes_read
 from octavo.inference.kv_cache import ModelKVCache
-from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import NO_PAIR, Norm, Stack, reads, run_fused, stack_adapters, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
-from octavo.nn.linear_function import FusedCall, rows
+from octavo.nn.linear_function import FusedCall, LinearCall, quantize_folded, rows, transposed
 from octavo.nn.module_tools import (
     Adapter,
     PrecomputedProjections,
     ScaleBuffers,
     check_width,
+    differentiable_once,
     mix_classes,
     parts_of_layer,
     watched,
 )
-from octavo.numerics import Cast, QTensor, scale_from_amax
+from octavo.numerics import ROW, TENSOR, Cast, QTensor, scale_from_amax
 from octavo.ops import activation_quantize, norm_quantize_inference, quantize, quantize_scaled, scaled_mm
-from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
 from octavo.ops.int8_gemm import int8_mm
 from octavo.ops.weight_only import weight_only_mm
-from octavo.util import cache_argument, plural
+from octavo.recipe import BLOCK_X, ROW_X, rowwise
+from octavo.util import cache_argument
 
 
 class PackedModule(ScaleBuffers):
@@ -203,46 +201,64 @@ def quantize_head(model: Any) -> None:
     use_formats_of(packed, head.weight.device)
 
 
-# ---- The GEMM that a packed layer runs on a device, by its scheme.
+# ---- The gradient of a packed layer's input, for training around packed weights: LoRA adapters, for example.
 #
-# The scheme `weight` is weight-only on every device: the weight is widened in the kernel. So is every other FP8 scheme
-# on a GPU without an FP8 GEMM for it, such as an Ampere: the result is then closer to the BF16 model's than the
-# scheme's own. `int8` casts inputs on every device.
+# The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, transposed:
+#
+#     row or tensor scales   g = dy * s_w[N] -> g_q, s_g[T];  dx = g_q[T,N] @ wT_q[K,N]^T * s_g[T]
+#     square blocks          dx = dy_q[T,N] @ wT_q[K,N]^T, each with the scales of its blocks
+#     groups along K         dx = dy[T,N] @ w[N,K], with w widened: these scales vary along N too, and cannot be taken
+#                            out of the sum
+#     weight-only, INT8,     dx = dy[T,N] @ w[N,K], with w widened, of any scales
+#     FNUZ
+#
+# s_w lies along the reduction, so it is folded into dy before dy is quantized, as in training
+# (`octavo.nn.linear_function`). Layers of the scheme `channel` that run as one, and those in adapters, run as
+# `octavo.nn.fused` says (`packed_call`).
 
 
-def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
-    """The cast of the input of a layer on `device`; None if its GEMM is weight-only."""
-    find = _input_cast if torch.compiler.is_compiling() else _find_cached  # torch.compile warns of a cached function
-    return find(scheme, device)
+_RECIPE = rowwise().fusable
 
 
-def _input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
-    if scheme.inputs is None or eight_bit_gemm(scheme, scheme.inputs, device).name == "none":
-        return None
-    return scheme.inputs
+def packed_call(x: Tensor) -> FusedCall:
+    """The call of frozen layers of the scheme `channel`, for the input x."""
+    assert _RECIPE is not None
+    return LinearCall(_RECIPE, compute_dtype(x))
 
 
-_find_cached = lru_cache(maxsize=256)(_input_cast)
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """True if autograd records an operation on `tensors`."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def gemm_notes(schemes: Counter[Scheme], device: torch.device) -> tuple[str, str]:
-    """The packed layers that run weight-only on `device` although their scheme casts inputs, counted by scheme, with
-    the reason. Then the layers whose operands are widened at a large M, slower than BF16. "" for none."""
-    weight_only, widened = [], []
-    for scheme, count in schemes.items():
-        cast, backend = find_gemm(scheme, device)
-        layers = f"{plural(count, 'layer')} of the scheme {scheme.name}"
-        if scheme.inputs is not None and cast is None:
-            weight_only.append(f"{layers} ({backend.reason})")
-        if backend.name == "dequantized" or (cast is None and device.type == "cuda"):
-            widened.append(f"{layers} above {MAX_FASTER_M if cast is None else MAX_M_OF_GROUPS} tokens")
-    on = f"on {device} these layers"
-    first = f"{on} compute with inputs that are not quantized: {'; '.join(weight_only)}"
-    second = (
-        f"{on} are slower than BF16, because their operands are widened to BF16: {'; '.join(widened)}. docs/packing.md "
-        "names the schemes with a GEMM of their own"
-    )
-    return first if weight_only else "", second if widened else ""
+class PackedProduct(torch.autograd.Function):
+    """y of an input x [..., K], computed by `product(x)`, with the gradient of x. The weight is w [N, K].
+
+    If the GEMM is `weight_only`, dy is not quantized either.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w_data: Tensor, w_scale: Tensor, w: QTensor, product: Any, weight_only: bool
+    ) -> Tensor:
+        ctx.format, ctx.granularity, ctx.x_dtype, ctx.shape = w.format, w.granularity, x.dtype, x.shape
+        ctx.weight_only = weight_only
+        ctx.save_for_backward(w_data, w_scale)
+        return product(x)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        data, scale = ctx.saved_tensors
+        dy, w = rows(dy).contiguous(), QTensor(data, scale, ctx.format, ctx.granularity)
+        if ctx.weight_only or w.format.name != "e4m3" or not (w.granularity.outer or w.granularity.transposes):
+            dx = dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
+        else:
+            if w.granularity == TENSOR:
+                w = QTensor(data, scale.expand(len(data), 1).contiguous(), w.format, ROW)
+            g = quantize_folded(dy, w.scale, None, ROW_X) if w.granularity == ROW else quantize(dy, BLOCK_X)
+            dx = scaled_mm(g, transposed(w), out_dtype=dy.dtype, fast_accumulation=True)  # [T,N] @ [K,N]^T
+        return dx.to(ctx.x_dtype).view(ctx.shape), None, None, None, None, None
 
 
 # ---- Packed layers in the format of AMD's MI300, E4M3FNUZ, whose GEMMs take no other.

@@ -148,8 +148,6 @@ def static_scales(
             )
             freeze = ", or find them with --freeze 64 --data TEXT" if others else ""
             raise ValueError(f"{what}: give --calibration, made by octavo calibrate{freeze}")
-        if missing := [name for name in others if name not in calibration.layers]:
-            raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
         inputs = {name: calibration.scale(name, chosen).reshape(1) for name in others} | inputs
         keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, chosen, source)
         record = {"rule": chosen, **calibration.record, "kv_cache": options.kv_cache}
@@ -180,11 +178,6 @@ def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dic
         raise ValueError(
             f"{source.origin} has no attention layers with k_proj, which the scales of a KV cache are named after: "
             "pack it without --kv-cache"
-        )
-    if missing := [site for site in sites.values() if site not in calibration.sites]:
-        raise ValueError(
-            f"the calibration has no statistics of {missing[0]}, which a KV cache needs: "
-            "calibrate the model with this version"
         )
     return {name: calibration.scale(site, rule).reshape(1) for name, site in sites.items()}
 
@@ -251,7 +244,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     chosen = ChosenLayers(schemes, experts.keys(), {name: why for name, why in left.items() if why}, static)
     check_groups([*linears, *experts], schemes)
     shapes = {name: tuple(source.specs[f"{name}.weight"].shape) for name in chosen.linears} | experts
-    check_shapes(schemes, shapes)
+    check_reasons({name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}, schemes)
     layout.check_experts({name: schemes[name] for name in experts}, shapes)
     check_degrees({name: schemes[name] for name in chosen.linears}, shapes, source.config, options.tensor_parallel)
     return chosen
@@ -325,11 +318,6 @@ def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source:
                 f"{', '.join(f'{name} {scheme}' for scheme, name in chosen.items())}: name all of them in --skip or "
                 "--layer"
             )
-
-
-def check_shapes(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a ValueError unless each weight [N, K] of `shapes` divides into the blocks of its scheme."""
-    check_reasons({name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}, schemes)
 
 
 def check_reasons(reasons: Mapping[str, str], schemes: Mapping[str, Scheme], other: str = "") -> None:
