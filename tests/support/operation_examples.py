@@ -112,7 +112,7 @@ def products(x: Tensor) -> Iterator[Example]:
         yield "weight_only_mm", (x, w.data, w.scale, "row", bias, residual)
         yield "int8_mm", (*operands_of(a, b), bias, residual, torch.bfloat16)
     yield "index_of_largest", (x,)
-    yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None, None)
+    yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None)
 
 
 def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast(),)):
@@ -157,7 +157,7 @@ def of_experts() -> Iterator[Example]:
     yield "grouped_mm_dw", (h, x_t, *scales, "group:32", "group:32", offsets, torch.float32, "emulated", True)
     slot = torch.randperm(20).to(torch.int32)
     buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
-    yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)
+    yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None)
 
 
 def of_gemm_and_attention() -> Iterator[Example]:
