@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from activation_oracle import FAR, on_the_border
-from bits import assert_same, bits, on_gpu
+from attention_oracle import DTYPES
+from bits import assert_same, assert_same_numbers, bits, on_gpu
 from fold_scales_oracle import folded, scales
 from gpus import poison
 from norm_oracle import EPS
 from norm_oracle import given as given_norm
 from operation_examples import OPERATIONS, examples, permutations, quantizing, rotations
 from quantize_oracle import CASTS, OTHERS, matrix
-from rotary_examples import DTYPES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -32,14 +32,6 @@ SEED = torch.tensor(0x0123456789ABCDEF)
 OWN_DEVICE = ("activation", "norm")  # in the names of operations: the reference runs on the GPU
 SUMS = {"activation_backward": 3, "gather_quantize": 2}  # the place of a result that is added in another order
 CLOSE = ("norm_backward",)  # its sums have another order than those of the reference
-
-
-def same(actual: Tensor, expected: Tensor) -> None:
-    """Equal bits, but NaN may be any NaN."""
-    assert (actual.device.type, actual.dtype, actual.shape) == ("cuda", expected.dtype, expected.shape)
-    actual = actual.to(expected.device)
-    wrong = (bits(actual) != bits(expected)) & ~(actual.float().isnan() & expected.float().isnan())
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {wrong.nonzero()[0].tolist()}"
 
 
 def copied(values, device: str = ""):
@@ -64,11 +56,11 @@ def check(name: str, values: tuple, repeats: int = 3, *, here: bool = False) -> 
         actual = tree_leaves(getattr(torch.ops.octavo, name)(*arguments))
         first = first or actual
         for i, (one, other) in enumerate(zip(actual, tree_leaves(expected), strict=True)):
-            assert one.is_contiguous()
-            same(one, first[i] if i == SUMS.get(name) else other)
+            assert (one.device.type, one.is_contiguous()) == ("cuda", True)
+            assert_same_numbers(one, first[i] if i == SUMS.get(name) else other)
         for one, other in zip(tree_leaves(arguments), tree_leaves(given), strict=True):
             if isinstance(one, Tensor):
-                same(one, other)
+                assert_same_numbers(one, other)
 
 
 def check_each(found, **options) -> None:
@@ -366,7 +358,8 @@ def test_compiled_code_indexes_slots_and_groups(dynamic):
     for tokens in (40, 70):
         experts = torch.randint(9, (tokens, 2))
         for actual, expected in zip(compiled(experts.cuda()), indices(experts), strict=True):
-            same(actual, expected)
+            assert actual.device.type == "cuda"
+            assert_same_numbers(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
