@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo import ops
 from octavo.numerics import FORMATS, Cast
+from octavo.ops import launching
 from octavo.ops.activation import WIDTHS, activation_gradient
 from octavo.recipe import ROW_W
 
@@ -398,3 +399,52 @@ def test_rotary_embedding(shape, kind):
 @pytest.mark.parametrize("shape", HEADS[:5], ids=str)
 def test_rotary_embedding_in_other_dtypes(shape, dtype, table):
     check_each(rotations(shape, "fp8", dtype, table), repeats=1)
+
+
+# ---- launches of known kernels: every property of an argument that decides the compiled kernel, in turns
+
+
+def test_sizes_and_alignments_in_turns():
+    memory = torch.randn(70_000).bfloat16()
+    on_gpu = memory.cuda()
+    for _ in range(3):
+        for m, k in ((1, 256), (3, 100), (16, 256), (17, 130), (1, 1), (48, 1)):
+            for offset in (0, 1, 8):
+                x, y = (t[offset : offset + m * k].view(m, k) for t in (memory, on_gpu))
+                actual, expected = ops.quantize(y, Cast()), ops.quantize(x, Cast())
+                assert_same(actual.data, expected.data)
+                assert_same(actual.scale, expected.scale)
+
+
+def test_a_known_launch_is_direct(monkeypatch):
+    x = torch.randn(4, 256, device="cuda")
+    ops.quantize(x, Cast())
+    known = dict(launching._cached)
+    assert known
+    launched = []
+    for key, (run, *rest) in known.items():
+        monkeypatch.setitem(launching._cached, key, (lambda *args, run=run: (launched.append(True), run(*args)), *rest))
+    ops.quantize(x, Cast())
+    assert launched == [True]
+    assert launching._cached.keys() == known.keys()
+
+
+def test_a_tensor_of_another_device_is_refused():
+    x, weight = torch.randn(4, 256, device="cuda"), torch.ones(256)
+    for _ in range(2):
+        ops.norm_quantize(x, None, weight.cuda(), None, 1e-5, Cast(), center=False)
+        with pytest.raises(ValueError, match="one device"):
+            ops.norm_quantize(x, None, weight, None, 1e-5, Cast(), center=False)
+
+
+def test_a_launch_goes_to_the_current_stream():
+    x = torch.randn(4096, 4096, device="cuda")
+    expected = ops.quantize(x, Cast()).scale
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000_000)  # a second: the host comes back within it
+        scale = ops.quantize(x, Cast()).scale
+        assert not side.query()
+    side.synchronize()
+    assert torch.equal(scale, expected)
