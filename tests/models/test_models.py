@@ -25,33 +25,23 @@ VISION = ImageConfig(image=8, patch=2, channels=1, classes=4, layers=2, width=32
 IMAGES, CLASSES = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
 
 
-def theirs_of(config: Config, **more: float) -> tuple[transformers.PreTrainedConfig, nn.Module]:
-    kind = "Llama" if isinstance(config, LlamaConfig) else "OPT"
-    described = getattr(transformers, f"{kind}Config")(**config.to_hf(), **more)
-    return described, getattr(transformers, f"{kind}ForCausalLM")(described).eval()
-
-
 @EACH
-def test_names_and_logits_are_those_of_transformers(config: Config) -> None:
-    ours, (_, theirs) = lively(config), theirs_of(config)
+def test_names_config_weights_and_logits_are_those_of_transformers(config: Config) -> None:
+    """A folder of theirs states the scale of its first weights too."""
+    kind, scale = ("Llama", "initializer_range") if isinstance(config, LlamaConfig) else ("OPT", "init_std")
+    hf = getattr(transformers, f"{kind}Config")(**config.to_hf(), **{scale: 0.3})
+    ours, theirs = lively(config), getattr(transformers, f"{kind}ForCausalLM")(hf).eval()
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     theirs.load_state_dict(ours.state_dict())
+    found = from_hf_config(hf.to_diff_dict())
+    assert found == config
+    loaded = build(found)
+    loaded.load_state_dict(theirs.state_dict())
     with torch.no_grad():
         want = theirs(tokens()).logits
         assert want.std() > 0.5
-        torch.testing.assert_close(ours(tokens()), want, rtol=0, atol=1e-5)
-
-
-@EACH
-def test_weights_and_config_of_transformers_load_here(config: Config) -> None:
-    scale = {"initializer_range": 0.3} if isinstance(config, LlamaConfig) else {"init_std": 0.3}
-    hf, theirs = theirs_of(config, **scale)
-    found = from_hf_config(hf.to_diff_dict())
-    assert found == config
-    ours = build(found)
-    ours.load_state_dict(theirs.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=0, atol=1e-5)
+        for model in (ours, loaded):
+            torch.testing.assert_close(model(tokens()), want, rtol=0, atol=1e-5)
 
 
 @BOTH
