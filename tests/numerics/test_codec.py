@@ -170,7 +170,7 @@ def test_cast_equals_encode(name):
     assert cast(torch.tensor([torch.nan, -torch.nan]), fmt).float().isnan().all()
 
 
-@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("name", NARROW)
 def test_noise_picks_one_of_the_two_neighbours_by_its_size(name):
     fmt = FORMATS[name]
     values = all_values(name)[: fmt.max_code + 1].astype(np.float64)
@@ -180,7 +180,7 @@ def test_noise_picks_one_of_the_two_neighbours_by_its_size(name):
     above = np.minimum(below + 1, fmt.max_code)
     part = (x.abs().numpy() - values[below]) / np.maximum(values[above] - values[below], 1e-30)  # distance in spacings
     expected = np.where(part + noise.double().numpy() >= 1, above, below)
-    assert np.array_equal((encode(x, fmt, noise) & 0x7F).numpy(), expected)
+    assert np.array_equal((encode(x, fmt, noise) % (1 << fmt.bits - 1)).numpy(), expected)
     assert 0.3 < (expected == above).mean() < 0.7
 
 
