@@ -11,7 +11,7 @@ import torch
 from metrics import sqnr
 
 from octavo.numerics import ROW, TENSOR, Cast, hadamard
-from octavo.numerics.formats import FORMATS, FP8_FORMATS, decode, encode, get_format
+from octavo.numerics.formats import FP8_FORMATS, get_format
 from octavo.numerics.scaling import (
     RULES,
     SMALLEST_SCALE,
@@ -186,7 +186,7 @@ def test_history_refuses(fields, message):
 
 
 SEED = 0x0123456789ABCDEF
-SEEDS = [0, 1, 2, 3, 5, 2**31, 2**32 - 1, 2**32, 5 + 2**31, 5 + 2**32, SEED, SEED + 1, 2**62 - 1]
+SEEDS = [0, 1, 2, 3, 5, 17, 2**31, 2**32 - 1, 2**32, 5 + 2**31, 5 + 2**32, SEED, SEED + 1, 2**62 - 1]
 
 
 def lowbias32(h):
@@ -219,21 +219,6 @@ def test_seeds_follow_torch_manual_seed():
     torch.manual_seed(11)
     assert int(new_seed(torch.device("cpu"))) == int(first) != int(second)
     assert (first.dtype, first.shape) == (torch.int64, ())
-
-
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"])
-@pytest.mark.parametrize("x", [1.03, -0.9, 3.3e-3, 200.1, -1.1e-5])
-def test_rounding_is_unbiased_and_between_neighbours(name, x):
-    fmt, draws = FORMATS[name], 100_000
-    value = float(torch.tensor(x).double())
-    result = decode(encode(torch.full((draws,), x), fmt, uniform_noise((draws,), torch.tensor(17))), fmt).double()
-    table = decode(torch.arange(256), fmt).double()
-    table = table[table.isfinite()].unique()
-    low, high = table[table <= value].max().item(), table[table >= value].min().item()
-    assert set(result.tolist()) <= {low, high}
-    p = (value - low) / (high - low)
-    standard_error = (high - low) * math.sqrt(p * (1 - p) / draws)
-    assert abs(result.mean().item() - value) < 4 * standard_error
 
 
 def matrix(n: int) -> np.ndarray:
