@@ -26,7 +26,7 @@ def test_quantize_equals_numpy(cast, shape, dtype):
     check(quantize(x, cast), *oracle(x.float().numpy(), cast), cast)
 
 
-@pytest.mark.parametrize("size", [1e-10, 1e-35, 2.0**-140, 1e30])
+@pytest.mark.parametrize("size", [2.0**-33, 1e-10, 1e-30, 1e-35, 2.0**-140, 1e30])
 @pytest.mark.parametrize("cast", [Cast(), Cast(scale="pow2"), Cast("e5m2", TENSOR)], ids=name_of)
 def test_tiny_and_huge_inputs(cast, size):
     x = torch.randn(5, 33) * size
