@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_examples import WIDTH, backward, batch, blocks, converted, equal, gathered, sharded, train, whole
 from linear_examples import converted_model, without_chance
+from operation_counts import saved_tensors
 from ranks import run_ranks
 from tiny_models import built
 from torch import Tensor, nn
@@ -233,10 +234,8 @@ BACKEND = "aot_eager_decomp_partition"  # partitions as Inductor does
 
 def kept(model: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Matrices that autograd saved and that have memory after the forward pass, other than those of the tokens."""
-    saved: list[Tensor] = []
     x = batch()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        model(x)
+    saved = saved_tensors(lambda: model(x))
     matrices = [t for t in saved if not isinstance(t, GatheredWeight) and t.ndim == 2 and min(t.shape) > 1]
     others = [t for t in matrices if x.shape[0] not in t.shape and t.shape[0] >= WIDTH]
     return [(tuple(t.shape), t.dtype) for t in others if t.untyped_storage().nbytes()]

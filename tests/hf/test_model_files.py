@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tiny_models import make_model, open_theirs
+from torch import nn
 from verify_examples import change_settings, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
@@ -15,6 +16,7 @@ from octavo.hf import meta_model
 from octavo.hf.meta_model import IMAGES, SOUNDS, TOKENS, arguments_of, has_decoder, image_shape, random_inputs
 from octavo.hf.source import open_source
 from octavo.inference.opening import open_model
+from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.packing import convert_layout, pack, unpack
 from octavo.train.config import Config
 from octavo.train.model import describe_language_model, open_language_model
@@ -213,3 +215,49 @@ def test_tokens_are_those_of_the_embedding_and_fit_the_context():
     assert given.max() < 7
     assert random_inputs(model, 1000).shape == (2, 32)
     assert list(arguments_of(model, given)) == [TOKENS]
+
+
+# ---- causal or not, by what a model computes
+
+
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(50, 2, 32, 2, 1, 64, 16), GPT2Config(50, 2, 32, 2, 16)], ids=["llama", "gpt2"]
+)
+def test_our_models_are_causal(config):
+    assert meta_model.is_causal(build(config), 50)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_one_class_of_transformers_is_causal_or_not_by_its_settings(decoder):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=50, **sizes, is_decoder=decoder)
+    assert meta_model.is_causal(transformers.BertLMHeadModel(config), 50) is decoder
+
+
+class Shifted(nn.Module):
+    """Sees one token ahead, through a small weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.embed, self.weight = nn.Embedding(2, 4), weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return x + self.weight * x.roll(-1, dims=1)
+
+
+def test_a_small_leak_counts_and_the_mode_is_given_back():
+    assert not meta_model.is_causal(Shifted(1e-3), 2)
+    assert meta_model.is_causal(Shifted(0.0), 2)
+    model = Shifted(0.0)
+    for training in (True, False):
+        model.train(training)
+        assert meta_model.is_causal(model, 2)
+        assert model.training is training
+
+
+def test_dropout_does_not_disturb_the_answer():
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Dropout(0.5))
+    state = torch.get_rng_state()
+    assert meta_model.is_causal(model, 4)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -28,14 +28,15 @@ def example():
     return x, weight, torch.randint(VOCABULARY, (TOKENS,), device="cuda")
 
 
-def measured(loss_of):
-    """The loss, dx and dw under autocast, and the peak of the memory above that of the arguments."""
+def measured(loss_of, dtype=torch.float32, **options):
+    """The loss, dx and dw, in float32 under autocast, and the peak of the memory above that of the arguments."""
     x, weight, targets = example()
+    x, weight = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
     poison()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = loss_of(x, weight, targets)
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+        loss = loss_of(x, weight, targets, **options)
     (loss / 3).backward()
     peak = torch.cuda.max_memory_allocated() - before
     return [loss.detach(), x.grad, weight.grad], peak
@@ -67,26 +68,21 @@ def test_compiled_it_is_the_same():
         assert error <= 1.1 * limit + 1e-6
 
 
-def bf16(loss_of, **options):
-    """The loss, dx and dw of BF16 tensors."""
-    x, weight, targets = example()
-    x, weight = (t.detach().bfloat16().requires_grad_() for t in (x, weight))
-    poison()
-    loss = loss_of(x, weight, targets, **options)
-    (loss / 3).backward()
-    return [loss.detach(), x.grad, weight.grad]
-
-
 @pytest.mark.parametrize("chunk", [1000, 2048, 4096])
 def test_bf16_weights_get_a_gradient_that_is_as_exact_as_that_of_the_plain_loss(chunk):
-    found, whole = (errors(each) for each in (bf16(linear_cross_entropy, chunk=chunk), bf16(plain)))
-    assert all(error <= 1.1 * limit + 1e-6 for error, limit in zip(found, whole, strict=True))
+    (found, _), (whole, _) = (
+        measured(linear_cross_entropy, torch.bfloat16, chunk=chunk),
+        measured(plain, torch.bfloat16),
+    )
+    for error, limit in zip(errors(found), errors(whole), strict=True):
+        assert error <= 1.1 * limit + 1e-6
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs FP8 GEMMs")
 def test_a_head_in_fp8_is_as_exact_as_a_layer_in_fp8():
-    exact = bf16(plain)
-    loss, *gradients = bf16(linear_cross_entropy, chunk=1000, recipe="rowwise")  # the last chunk is no multiple of 16
+    exact, _ = measured(plain, torch.bfloat16)
+    options = {"chunk": 1000, "recipe": "rowwise"}  # the last chunk is no multiple of 16
+    (loss, *gradients), _ = measured(linear_cross_entropy, torch.bfloat16, **options)
     assert abs(float(loss - exact[0])) < 2e-2 * float(exact[0])
     for found, expected in zip(gradients, exact[1:], strict=True):
         assert float((found - expected).float().norm() / expected.float().norm()) < 0.06  # 24 dB

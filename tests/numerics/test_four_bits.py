@@ -37,16 +37,9 @@ def test_every_bf16_input_encodes_as_in_ml_dtypes_and_is_cast_to_that_number():
         assert cast(nan, E2M1, noise).float().isnan().all()
 
 
-def test_noise_rounds_to_a_neighbour_and_has_no_bias():
-    x = (torch.rand(64) * 12 - 6).repeat(20_000, 1)
-    noise = torch.rand_like(x)
-    found = cast(x, E2M1, noise).float()
-    assert torch.equal(found, decode(encode(x, E2M1, noise), E2M1))
-    values = torch.tensor(sorted({*decode(torch.arange(16), E2M1).tolist()}))
-    above = torch.searchsorted(values, x[0].contiguous())
-    assert ((found == values[above]) | (found == values[above - 1])).all()
-    spacing = values[above] - values[above - 1]
-    assert ((found.mean(0) - x[0]).abs() < 5 * spacing / 2 / 20_000**0.5).all()
+def test_a_cast_with_noise_gives_what_is_encoded_with_it():
+    x, noise = torch.rand(1_000_000) * 12 - 6, torch.rand(1_000_000)
+    assert torch.equal(cast(x, E2M1, noise).float(), decode(encode(x, E2M1, noise), E2M1))
 
 
 # `_quantize_mx(x, 8, "fp4_e2m1", axes=[-1], block_size=32, round="even")` of microxcaling 7bc41952 was run once on

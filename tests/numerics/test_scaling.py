@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from metrics import sqnr
-from scipy import stats
 
 from octavo.numerics import ROW, TENSOR, Cast, hadamard
-from octavo.numerics.formats import FORMATS, FP8_FORMATS, decode, encode, get_format
+from octavo.numerics.formats import FP8_FORMATS, get_format
 from octavo.numerics.scaling import (
     RULES,
     SMALLEST_SCALE,
@@ -32,10 +30,14 @@ MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0, "e5m2fnuz": 57344.0}
 
 
 @pytest.mark.parametrize("name", sorted(FP8_FORMATS))
-def test_scale_is_amax_over_max_rounded_once(name):
-    amax = torch.exp2(torch.empty(10_000).uniform_(-100, 127))
+def test_scale_is_amax_over_max_rounded_once_or_up_to_a_power_of_two(name):
+    powers = torch.exp2(torch.arange(-100.0, 100.0))
+    amax = torch.cat([torch.exp2(torch.empty(10_000).uniform_(-100, 127)), MAX[name] * powers])
     expected = amax.numpy() / np.float32(MAX[name])  # float32 division, correctly rounded
     assert np.array_equal(scale_from_amax(amax, get_format(name)).numpy(), expected)
+    fraction, exponent = np.frexp(expected)
+    up = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
+    assert np.array_equal(scale_from_amax(amax, get_format(name), power_of_two=True).numpy(), up)
 
 
 def test_powers_of_two_round_up():
@@ -43,15 +45,6 @@ def test_powers_of_two_round_up():
     assert torch.equal(ceil_power_of_two(powers), powers)
     assert torch.equal(ceil_power_of_two(torch.nextafter(powers, torch.tensor(torch.inf))), 2 * powers)
     assert torch.equal(ceil_power_of_two(torch.nextafter(powers, torch.tensor(0.0))[1:]), powers[1:])
-
-
-def test_power_of_two_scales_never_overflow_and_waste_less_than_a_binade():
-    amax = torch.cat([torch.exp2(torch.empty(5000).uniform_(-100, 100)), 448 * torch.exp2(torch.arange(-100.0, 100.0))])
-    scale = scale_from_amax(amax, E4M3, power_of_two=True)
-    assert (torch.frexp(scale).mantissa == 0.5).all()
-    filled = amax.double() / scale.double()
-    assert (filled <= 448).all()
-    assert (filled > 224).all()
 
 
 def test_a_scale_splits_into_mantissa_and_exponent():
@@ -81,17 +74,6 @@ def test_all_zero_blocks_get_zero_bytes_and_the_smallest_scale(power_of_two):
     assert not q.data.view(torch.uint8)[[0, 2]].any()
     assert torch.equal(q.dequantize()[[0, 2]], torch.zeros(2, 8))
     assert (1 / q.scale).isfinite().all()
-
-
-@pytest.mark.parametrize("kind", ["fp32", "pow2"])
-@pytest.mark.parametrize("size", [2.0**-33, 1e-10, 1e-30])
-def test_tiny_tensors_keep_their_relative_error(kind, size):
-    x = torch.randn(64, 256)
-    ordinary = sqnr(x, quantize(x, Cast(scale=kind)).dequantize())
-    tiny = x * size
-    q = quantize(tiny, Cast(scale=kind))
-    assert ordinary > 28
-    assert sqnr(tiny, q.dequantize()) == pytest.approx(ordinary, abs=0 if size == 2.0**-33 else 0.4)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -183,45 +165,28 @@ def test_history_refuses(fields, message):
         History(**fields)
 
 
-# ---- Stochastic rounding's noise: known bytes, an independent implementation in plain integers, and its statistics
+# ---- Stochastic rounding's noise, against an independent implementation in integers
 
 
 SEED = 0x0123456789ABCDEF
+SEEDS = [0, 1, 2, 3, 5, 17, 2**31, 2**32 - 1, 2**32, 5 + 2**31, 5 + 2**32, SEED, SEED + 1, 2**62 - 1]
 
 
-def lowbias32(h: int) -> int:
-    """Wellons' 32-bit mix, in Python's integers."""
-    h ^= h >> 16
-    h = h * 0x7FEB352D % 2**32
-    h ^= h >> 15
-    h = h * 0x846CA68B % 2**32
+def lowbias32(h):
+    """Wellons' 32-bit mix, of a Python integer or of NumPy's uint64."""
+    h = (h ^ h >> 16) * 0x7FEB352D % 2**32
+    h = (h ^ h >> 15) * 0x846CA68B % 2**32
     return h ^ h >> 16
 
 
-def slow_noise(seed: int, index: int) -> float:
-    low, high = seed % 2**32, seed // 2**32
-    return (lowbias32(index ^ lowbias32(low ^ lowbias32(high))) // 256) / 2**24
-
-
-def noise(n: int, seed: int) -> np.ndarray:
-    return uniform_noise((n,), torch.tensor(seed)).double().numpy()
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, SEED, 2**62 - 1])
-def test_noise_equals_the_hash_in_plain_integers(seed):
-    index = [*range(100), 65_535, 65_536, 99_999]
-    actual = noise(100_000, seed)
-    assert [actual[i] for i in index] == [slow_noise(seed, i) for i in index]
-
-
-def test_known_values_for_one_seed():
-    """Fixed values, in units of 2^-24: if they change, old runs cannot be repeated."""
-    actual = uniform_noise((2, 4), torch.tensor(SEED))
-    assert actual.dtype == torch.float32
-    assert (actual.double() * 2**24).long().tolist() == [
-        [24078, 16189798, 14740406, 12732512],
-        [13469529, 12781995, 8076455, 1616510],
-    ]
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_is_the_hash_of_its_index(seed):
+    """If the numbers change, old runs cannot be repeated."""
+    found = uniform_noise((2, 100_000), torch.tensor(seed))
+    key = lowbias32(seed % 2**32 ^ lowbias32(seed // 2**32))
+    expected = lowbias32(np.arange(200_000, dtype=np.uint64) ^ np.uint64(key)) // 256 / 2**24
+    assert found.dtype == torch.float32
+    assert np.array_equal(found.flatten().double().numpy(), expected)
 
 
 def test_noise_depends_on_the_index_alone_not_the_shape():
@@ -231,53 +196,12 @@ def test_noise_depends_on_the_index_alone_not_the_shape():
     assert uniform_noise((0, 5), seed).shape == (0, 5)
 
 
-@pytest.mark.parametrize("seed", [0, 1, SEED])
-def test_noise_is_uniform(seed):
-    values = noise(200_000, seed)
-    assert values.min() >= 0
-    assert values.max() < 1
-    assert stats.kstest(values, "uniform").pvalue > 1e-3
-    low_bits = (values * 2**24).astype(np.int64) % 256  # the low bits as much as the high
-    assert stats.chisquare(np.bincount(low_bits, minlength=256)).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("lag", [1, 2, 64, 4096])
-def test_neighbouring_indices_are_uncorrelated(lag):
-    values = noise(200_000, 3)
-    assert stats.pearsonr(values[:-lag], values[lag:]).pvalue > 1e-3
-    table = np.histogram2d(values[:-lag], values[lag:], bins=8)[0]
-    assert stats.chi2_contingency(table).pvalue > 1e-3
-
-
-@pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 2), (SEED, SEED + 1), (5, 5 + 2**32), (5, 5 + 2**31)])
-def test_neighbouring_seeds_are_uncorrelated(one, other):
-    a, b = noise(100_000, one), noise(100_000, other)
-    assert stats.pearsonr(a, b).pvalue > 1e-3
-    assert stats.chi2_contingency(np.histogram2d(a, b, bins=8)[0]).pvalue > 1e-3
-    assert stats.pearsonr(a[1:], b[:-1]).pvalue > 1e-3  # nor is one the other, shifted
-
-
 def test_seeds_follow_torch_manual_seed():
     torch.manual_seed(11)
     first, second = new_seed(torch.device("cpu")), new_seed(torch.device("cpu"))
     torch.manual_seed(11)
     assert int(new_seed(torch.device("cpu"))) == int(first) != int(second)
     assert (first.dtype, first.shape) == (torch.int64, ())
-
-
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"])
-@pytest.mark.parametrize("x", [1.03, -0.9, 3.3e-3, 200.1, -1.1e-5])
-def test_rounding_is_unbiased_and_between_neighbours(name, x):
-    fmt, draws = FORMATS[name], 100_000
-    value = float(torch.tensor(x).double())
-    result = decode(encode(torch.full((draws,), x), fmt, uniform_noise((draws,), torch.tensor(17))), fmt).double()
-    table = decode(torch.arange(256), fmt).double()
-    table = table[table.isfinite()].unique()
-    low, high = table[table <= value].max().item(), table[table >= value].min().item()
-    assert set(result.tolist()) <= {low, high}
-    p = (value - low) / (high - low)
-    standard_error = (high - low) * math.sqrt(p * (1 - p) / draws)
-    assert abs(result.mean().item() - value) < 4 * standard_error
 
 
 def matrix(n: int) -> np.ndarray:

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from attention_oracle import DTYPES, attention64, given
+from attention_oracle import DTYPES, attention64, given, new_cache, projections, tables
 from bits import bits, on_gpu
 from gpus import poison
 from operation_counts import calls
-from rotary_examples import cache as cache_of
-from rotary_examples import projections, tables
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -228,7 +226,7 @@ def test_compiled_code_launches_the_kernels(kind):
 
 def test_turned_tokens_beyond_the_room_are_dropped():
     x, angles = projections(1, 4, 2, 1, 64, torch.bfloat16), tables((1, 4, 64), torch.bfloat16)
-    store = on_gpu(cache_of("bf16", 1, 1, 6, 64, used=8))
+    store = on_gpu(new_cache("bf16", 1, 1, 6, 64, used=8))
     rotate_append(*on_gpu(x), *on_gpu(angles), *store)
     assert torch.equal(store[0][:, :, :4].cpu(), torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16))
     assert store[0][:, :, 4:].any()

@@ -2,19 +2,25 @@
 
 import json
 from importlib.resources import files
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
+from gemm_examples import on_gpu, wide
+from gpus import poison
 
-from octavo.numerics import ROW, TENSOR, group
+from octavo.numerics import ROW, TENSOR, Cast, group
 from octavo.numerics.qtensor import parse_granularity
 from octavo.ops import dispatch as backend
-from octavo.ops import find_backend, find_grouped_backend, find_weight_only_backend
-from octavo.ops.dispatch import LINES, MAX_M, MAX_SMALL_M, MX, SQUARE, STRIP, Backend, gemm_backends
-from octavo.ops.launching import AMD, ARCHITECTURES, NVIDIA, architecture_of, find_architecture
+from octavo.ops import find_backend, find_grouped_backend, find_weight_only_backend, quantize
+from octavo.ops.dispatch import LINES, MAX_M, MAX_SMALL_M, MX, SQUARE, STRIP, Backend, architecture_key, gemm_backends
+from octavo.ops.launching import AMD, ARCHITECTURES, NVIDIA, Operands, architecture_of, find_architecture
+from octavo.ops.library_gemms import scaled_mm_cublaslt
 from octavo.recipe import PRESETS, groupwise, mxfp8
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 E4M3, GRADIENT = ("e4m3", "e4m3"), ("e5m2", "e4m3")
 ADA, HOPPER, BLACKWELL, RTX = (ARCHITECTURES[key] for key in ("ada", "hopper", "blackwell", "rtx_blackwell"))
 MI300, MI350, RDNA4 = (ARCHITECTURES[key] for key in ("mi300", "mi350", "rdna4"))
@@ -108,12 +114,11 @@ def test_before_cuda_12_9_hopper_has_no_block_scales_and_row_scales_in_cutlass(m
 
 
 def test_y_has_a_dtype_that_the_kernel_writes():
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for (gpu, scales), line in LINES.items():
         granularity = {"tensor, tensor": TENSOR, "row, row": ROW}.get(scales)
         if granularity is None or line.refusal:
             continue
-        for name, dtype in names.items():
+        for name, dtype in DTYPES.items():
             expected = dtype if name in line.out else torch.bfloat16
             assert backend.returned_dtype(line.library, granularity, dtype) == expected, (gpu, scales, name)
 
@@ -275,6 +280,34 @@ def test_no_line_is_recorded_twice_and_each_gpu_has_all_scales():
     for pair in scales:
         for each in pair.split(", "):
             parse_granularity(each.removesuffix(" e8m0"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+@pytest.mark.parametrize("scales", sorted({scales for _, scales in LINES}))
+def test_pytorch_on_this_gpu_does_what_a_line_says(scales, fast):
+    """It computes with a library, and refuses all else."""
+    line = LINES[architecture_key(find_architecture(CUDA)), scales]
+    granularities = [parse_granularity(each.removesuffix(" e8m0")) for each in scales.split(", ")]
+    kinds = ["e8m0" if each.endswith("e8m0") else "fp32" for each in scales.split(", ")]
+    suffix = "fnuz" if any("fnuz" in formats for formats in line.formats) else ""
+    for formats in product(("e4m3", "e5m2"), repeat=2):
+        torch.manual_seed(0)
+        casts = [Cast(f + suffix, g, kind) for f, g, kind in zip(formats, granularities, kinds, strict=True)]
+        a, b = (quantize(torch.randn(rows, 512), cast) for rows, cast in zip((256, 384), casts, strict=True))
+        for name, dtype in DTYPES.items():
+            arguments = Operands.of(on_gpu(a), on_gpu(b)), None, dtype, fast
+            poison()
+            own = name in line.out or not a.granularity.outer  # block-scaled GEMMs return BF16, which is then cast
+            if f"{a.format.name} x {b.format.name}" not in line.formats or not own:
+                with pytest.raises((RuntimeError, ValueError, NotImplementedError)) as error:
+                    scaled_mm_cublaslt(*arguments)
+                if formats == ("e4m3", "e4m3"):
+                    assert line.refusal in str(error.value)
+                continue
+            y, exact = scaled_mm_cublaslt(*arguments), wide(a) @ wide(b).T
+            assert y.dtype == dtype
+            assert np.linalg.norm(y.cpu().double().numpy() - exact) < 0.01 * np.linalg.norm(exact)
 
 
 # ---- The architecture of a GPU by its compute capability

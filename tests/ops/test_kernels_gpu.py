@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 import torch
 from activation_oracle import FAR, on_the_border
-from bits import assert_same, bits, on_gpu
+from attention_oracle import DTYPES
+from bits import assert_same, assert_same_numbers, bits, on_gpu
 from fold_scales_oracle import folded, scales
 from gpus import poison
 from norm_oracle import EPS
 from norm_oracle import given as given_norm
 from operation_examples import OPERATIONS, examples, permutations, quantizing, rotations
 from quantize_oracle import CASTS, OTHERS, matrix
-from rotary_examples import DTYPES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo import ops
 from octavo.numerics import FORMATS, Cast
+from octavo.ops import launching
 from octavo.ops.activation import WIDTHS, activation_gradient
 from octavo.recipe import ROW_W
 
@@ -32,14 +33,6 @@ SEED = torch.tensor(0x0123456789ABCDEF)
 OWN_DEVICE = ("activation", "norm")  # in the names of operations: the reference runs on the GPU
 SUMS = {"activation_backward": 3, "gather_quantize": 2}  # the place of a result that is added in another order
 CLOSE = ("norm_backward",)  # its sums have another order than those of the reference
-
-
-def same(actual: Tensor, expected: Tensor) -> None:
-    """Equal bits, but NaN may be any NaN."""
-    assert (actual.device.type, actual.dtype, actual.shape) == ("cuda", expected.dtype, expected.shape)
-    actual = actual.to(expected.device)
-    wrong = (bits(actual) != bits(expected)) & ~(actual.float().isnan() & expected.float().isnan())
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {wrong.nonzero()[0].tolist()}"
 
 
 def copied(values, device: str = ""):
@@ -64,11 +57,11 @@ def check(name: str, values: tuple, repeats: int = 3, *, here: bool = False) -> 
         actual = tree_leaves(getattr(torch.ops.octavo, name)(*arguments))
         first = first or actual
         for i, (one, other) in enumerate(zip(actual, tree_leaves(expected), strict=True)):
-            assert one.is_contiguous()
-            same(one, first[i] if i == SUMS.get(name) else other)
+            assert (one.device.type, one.is_contiguous()) == ("cuda", True)
+            assert_same_numbers(one, first[i] if i == SUMS.get(name) else other)
         for one, other in zip(tree_leaves(arguments), tree_leaves(given), strict=True):
             if isinstance(one, Tensor):
-                same(one, other)
+                assert_same_numbers(one, other)
 
 
 def check_each(found, **options) -> None:
@@ -366,7 +359,8 @@ def test_compiled_code_indexes_slots_and_groups(dynamic):
     for tokens in (40, 70):
         experts = torch.randint(9, (tokens, 2))
         for actual, expected in zip(compiled(experts.cuda()), indices(experts), strict=True):
-            same(actual, expected)
+            assert actual.device.type == "cuda"
+            assert_same_numbers(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -405,3 +399,52 @@ def test_rotary_embedding(shape, kind):
 @pytest.mark.parametrize("shape", HEADS[:5], ids=str)
 def test_rotary_embedding_in_other_dtypes(shape, dtype, table):
     check_each(rotations(shape, "fp8", dtype, table), repeats=1)
+
+
+# ---- launches of known kernels: every property of an argument that decides the compiled kernel, in turns
+
+
+def test_sizes_and_alignments_in_turns():
+    memory = torch.randn(70_000).bfloat16()
+    on_gpu = memory.cuda()
+    for _ in range(3):
+        for m, k in ((1, 256), (3, 100), (16, 256), (17, 130), (1, 1), (48, 1)):
+            for offset in (0, 1, 8):
+                x, y = (t[offset : offset + m * k].view(m, k) for t in (memory, on_gpu))
+                actual, expected = ops.quantize(y, Cast()), ops.quantize(x, Cast())
+                assert_same(actual.data, expected.data)
+                assert_same(actual.scale, expected.scale)
+
+
+def test_a_known_launch_is_direct(monkeypatch):
+    x = torch.randn(4, 256, device="cuda")
+    ops.quantize(x, Cast())
+    known = dict(launching._cached)
+    assert known
+    launched = []
+    for key, (run, *rest) in known.items():
+        monkeypatch.setitem(launching._cached, key, (lambda *args, run=run: (launched.append(True), run(*args)), *rest))
+    ops.quantize(x, Cast())
+    assert launched == [True]
+    assert launching._cached.keys() == known.keys()
+
+
+def test_a_tensor_of_another_device_is_refused():
+    x, weight = torch.randn(4, 256, device="cuda"), torch.ones(256)
+    for _ in range(2):
+        ops.norm_quantize(x, None, weight.cuda(), None, 1e-5, Cast(), center=False)
+        with pytest.raises(ValueError, match="one device"):
+            ops.norm_quantize(x, None, weight, None, 1e-5, Cast(), center=False)
+
+
+def test_a_launch_goes_to_the_current_stream():
+    x = torch.randn(4096, 4096, device="cuda")
+    expected = ops.quantize(x, Cast()).scale
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000_000)  # a second: the host comes back within it
+        scale = ops.quantize(x, Cast()).scale
+        assert not side.query()
+    side.synchronize()
+    assert torch.equal(scale, expected)

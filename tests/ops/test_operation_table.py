@@ -10,7 +10,6 @@ import attention_fp8_oracle
 import attention_oracle
 import operation_examples as cases
 import pytest
-import rotary_examples
 import torch
 from bits import bits, tensors_of
 from fused_op_examples import FLOAT, REFUSED
@@ -264,8 +263,9 @@ def attends(**changed: Tensor | None) -> None:
 
 def rotates(**changed: Tensor) -> None:
     names = ("q", "k", "v", "cos", "sin", "keys", "values", "k_scale", "v_scale", "length", "clipped")
-    made = rotary_examples.projections(2, 3, 4, 2, 16, torch.bfloat16)
-    angles, cache = rotary_examples.tables((1, 3, 16), torch.float32), rotary_examples.cache("bf16", 2, 2, 4, 16, 3)
+    made = attention_oracle.projections(2, 3, 4, 2, 16, torch.bfloat16)
+    angles = attention_oracle.tables((1, 3, 16), torch.float32)
+    cache = attention_oracle.new_cache("bf16", 2, 2, 4, 16, 3)
     ops.rotate_append(**dict(zip(names, (*made, *angles, *cache), strict=True)) | changed)
 
 

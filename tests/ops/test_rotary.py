@@ -4,8 +4,8 @@ import operator
 
 import pytest
 import torch
-from bits import bits
-from rotary_examples import DTYPES, cache, projections, tables
+from attention_oracle import DTYPES, new_cache, projections, tables
+from bits import assert_same_numbers, bits
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -22,9 +22,8 @@ def heads(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal bits, in memory of [B, T, n, D]."""
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert actual.transpose(1, 2).is_contiguous()
-    assert torch.equal(bits(actual), bits(expected))
+    assert_same_numbers(actual, expected, nan=False)
 
 
 @pytest.mark.parametrize("one_table", [False, True])
@@ -35,7 +34,7 @@ def test_as_transformers_rotates_and_append_kv_stores(shape, kind, one_table):
     q, k, v = projections(*shape, BF16)
     cos, sin = tables((1 if one_table else batch, tokens, dim), BF16)
     expected_q, expected_k = apply_rotary_pos_emb(heads(q, dim), heads(k, dim), cos, sin)
-    store = cache(kind, batch, kv_heads, 11, dim, used=tokens + 2)
+    store = new_cache(kind, batch, kv_heads, 11, dim, used=tokens + 2)
     expected = [None if t is None else t.clone() for t in store]
     append_kv(expected_k, heads(v, dim), *expected)
     actual_q, actual_k = rotate_append(q, k, v, cos, sin, *store, keep_k=True)
@@ -50,7 +49,7 @@ def test_as_transformers_rotates_and_append_kv_stores(shape, kind, one_table):
 def test_with_tables_in_float32_as_our_models_rotate(dtype):
     q, k, v = projections(2, 3, 4, 2, 16, dtype)
     cos, sin = tables((1, 3, 16), torch.float32)
-    actual = rotate_append(q, k, v, cos, sin, *cache("bf16", 2, 2, 4, 16, 3), keep_k=True)
+    actual = rotate_append(q, k, v, cos, sin, *new_cache("bf16", 2, 2, 4, 16, 3), keep_k=True)
     for x, y in zip((q, k), actual, strict=True):
         same(y, rotate(x.view(2, 3, -1, 16), cos[0], sin[0]).transpose(1, 2))
 
@@ -66,7 +65,7 @@ def test_norms_of_heads_are_qwen3s():
         q_n, k_n = (norm(x.view(4, 32, -1, 64)).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
         expected = apply_rotary_pos_emb(q_n, k_n, cos, sin)
         weights = {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
-        store = cache("bf16", 4, 2, 32, 64, 32)
+        store = new_cache("bf16", 4, 2, 32, 64, 32)
         actual = rotate_append(q, k, v, cos, sin, *store, **weights, eps=0.5, keep_k=True)
     for one, other in zip(actual, expected, strict=True):
         assert (one != other).double().mean() < 1e-4
@@ -75,7 +74,7 @@ def test_norms_of_heads_are_qwen3s():
 
 def test_no_tokens():
     q, k, v = projections(2, 0, 4, 2, 16, BF16)
-    store = cache("fp8", 2, 2, 4, 16, 2)
+    store = new_cache("fp8", 2, 2, 4, 16, 2)
     rotated, kept = rotate_append(q, k, v, *tables((1, 0, 16), BF16), *store, keep_k=True)
     assert (rotated.shape, kept.shape) == ((2, 4, 0, 16), (2, 2, 0, 16))
     assert not store[0].float().any()

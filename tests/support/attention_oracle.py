@@ -1,4 +1,7 @@
-"""Attention over a cache in float64, a query at a time, from bytes that ml_dtypes reads."""
+"""Attention over a cache in float64, a query at a time, from bytes that ml_dtypes reads.
+
+And arguments of `rotate_append`: the queries, keys and values of new tokens as views of one buffer, and a cache.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -66,3 +69,24 @@ def given(kind, batch, heads, kv_heads, new, dim, room, dtype=torch.bfloat16):
 def every_bf16() -> Tensor:
     """[1, 2, 64, 512]: every BF16 there is, NaN and infinities included."""
     return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1, 2, 64, 512)
+
+
+def tables(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B or 1, T, D], each angle twice."""
+    batch, tokens, dim = shape
+    angle = 3 * torch.randn(batch, tokens, dim // 2)
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def projections(batch: int, tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype):
+    """q [B, T, H * D], k and v [B, T, G * D] as parts of one tensor."""
+    widths = [n * dim for n in (heads, kv_heads, kv_heads)]
+    return (2 * torch.randn(batch, tokens, sum(widths))).to(dtype).split(widths, -1)
+
+
+def new_cache(kind: str, batch: int, kv_heads: int, room: int, dim: int, used: int) -> tuple:
+    """keys, values, k_scale, v_scale, length and clipped; some of `projections` saturate."""
+    data = (torch.zeros(batch, kv_heads, room, dim, dtype=DTYPES[kind]) for _ in range(2))
+    scales = (None if kind == "bf16" else 0.005 + 0.02 * torch.rand(kv_heads) for _ in range(2))
+    return *data, *scales, torch.tensor(used), torch.zeros(2, dtype=torch.int64)

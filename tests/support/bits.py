@@ -20,17 +20,16 @@ def tensors_of(result) -> list[Tensor]:
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
     """Equal bits of a result on the GPU and a tensor on any device."""
-    assert actual.device.type == "cuda"
-    assert (actual.dtype, actual.shape, actual.is_contiguous()) == (expected.dtype, expected.shape, True)
-    wrong = bits(actual).to(expected.device) != bits(expected)
+    assert (actual.device.type, actual.is_contiguous()) == ("cuda", True)
+    assert_same_numbers(actual, expected, nan=False)
+
+
+def assert_same_numbers(actual: Tensor, expected: Tensor, *, nan: bool = True) -> None:
+    """Equal bits. `nan`: NaN may be any NaN."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    actual = actual.to(expected.device)
+    wrong = (bits(actual) != bits(expected)) & ~(actual.float().isnan() & expected.float().isnan() & nan)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {wrong.nonzero()[0].tolist()}"
-
-
-def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
-    """Equal bits, but NaN may be any NaN."""
-    actual, nan = actual.to(expected.device), expected.float().isnan()
-    assert torch.equal(actual.float().isnan(), nan)
-    assert torch.equal(bits(actual)[~nan], bits(expected)[~nan])
 
 
 def on_gpu(values) -> tuple:

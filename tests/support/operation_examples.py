@@ -9,7 +9,6 @@ from typing import Any
 import attention_fp8_oracle
 import attention_oracle
 import grouped_examples
-import rotary_examples
 import torch
 from gemm_examples import operands
 from quantize_oracle import matrix
@@ -202,9 +201,9 @@ def rotations(shape, kind, dtype=torch.bfloat16, table=torch.bfloat16):
     """Of batch, tokens, heads of queries and of keys, and their size; q, k and v are views of one buffer."""
     batch, tokens, _, kv_heads, dim = shape
     for normed, keep_k in product((False, True), repeat=2):
-        x = rotary_examples.projections(*shape, dtype)
-        angles = rotary_examples.tables((1 if normed else batch, tokens, dim), table)
-        cache = rotary_examples.cache(kind, batch, kv_heads, tokens + 3, dim, tokens + 1)
+        x = attention_oracle.projections(*shape, dtype)
+        angles = attention_oracle.tables((1 if normed else batch, tokens, dim), table)
+        cache = attention_oracle.new_cache(kind, batch, kv_heads, tokens + 3, dim, tokens + 1)
         weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
         yield "rotate_append", (*x, *angles, *weights, 1e-6, *cache, keep_k)
         yield "turn_heads", (*(t.unflatten(2, (-1, dim)).transpose(1, 2) for t in x[:2]), *angles, keep_k)

@@ -91,11 +91,12 @@ def oracle(x: np.ndarray, cast: Cast) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(q: QTensor, data: np.ndarray, scale: np.ndarray, cast: Cast) -> None:
-    """`q` is of this cast, and each byte and each scale is the oracle's."""
+    """`q` is of this cast, each byte and each scale is the oracle's, and each number their product."""
     assert (q.format, q.granularity) == (cast.fmt, cast.granularity)
     assert q.scale.dtype == (torch.float8_e8m0fnu if cast.scale in ("e8m0", "e8m0_floor") else torch.float32)
     assert np.array_equal(q.scale.float().numpy(), scale)
     assert np.array_equal(q.data.view(torch.uint8).numpy(), data)
+    assert np.array_equal(q.dequantize().numpy(), q.data.float().numpy() * expanded(scale, cast, q.data.shape))
 
 
 def assert_rounds_to(q: QTensor, value: torch.Tensor, near: torch.Tensor, cast: Cast) -> None:

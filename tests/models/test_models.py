@@ -1,6 +1,7 @@
-"""Our models against transformers' LlamaForCausalLM and OPTForCausalLM, whose names they have; what both can do."""
+"""Our models against those of transformers, whose names they have, and against plain PyTorch; what they can do."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,42 +10,38 @@ import torch.nn.functional as F
 import transformers
 from model_examples import BOTH, EACH, GPT, GQA, WITHOUT_BIAS, lively, tokens
 from operation_counts import saved_tensors
+from safetensors.torch import save_file
 from torch import nn
 
 from octavo import convert
-from octavo.models import GPT2Config, Llama, LlamaConfig, MixtureConfig, build, from_hf_config
-from octavo.models.vision import ImageConfig
+from octavo.models import GPT2Config, Llama, LlamaConfig, Mixture, MixtureConfig, build, from_hf_config
+from octavo.models.vision import DiffusionTransformer, ImageConfig, VisionTransformer, flow_loss, sample
 
 Config = LlamaConfig | GPT2Config
-
-
-def theirs_of(config: Config, **more: float) -> tuple[transformers.PreTrainedConfig, nn.Module]:
-    kind = "Llama" if isinstance(config, LlamaConfig) else "OPT"
-    described = getattr(transformers, f"{kind}Config")(**config.to_hf(), **more)
-    return described, getattr(transformers, f"{kind}ForCausalLM")(described).eval()
+MIXTURE = MixtureConfig(
+    vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=32, tied=False, experts=4
+)
+VISION = ImageConfig(image=8, patch=2, channels=1, classes=4, layers=2, width=32, heads=2)
+IMAGES, CLASSES = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])
 
 
 @EACH
-def test_names_and_logits_are_those_of_transformers(config: Config) -> None:
-    ours, (_, theirs) = lively(config), theirs_of(config)
+def test_names_config_weights_and_logits_are_those_of_transformers(config: Config) -> None:
+    """A folder of theirs states the scale of its first weights too."""
+    kind, scale = ("Llama", "initializer_range") if isinstance(config, LlamaConfig) else ("OPT", "init_std")
+    hf = getattr(transformers, f"{kind}Config")(**config.to_hf(), **{scale: 0.3})
+    ours, theirs = lively(config), getattr(transformers, f"{kind}ForCausalLM")(hf).eval()
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     theirs.load_state_dict(ours.state_dict())
+    found = from_hf_config(hf.to_diff_dict())
+    assert found == config
+    loaded = build(found)
+    loaded.load_state_dict(theirs.state_dict())
     with torch.no_grad():
         want = theirs(tokens()).logits
         assert want.std() > 0.5
-        torch.testing.assert_close(ours(tokens()), want, rtol=0, atol=1e-5)
-
-
-@EACH
-def test_weights_and_config_of_transformers_load_here(config: Config) -> None:
-    scale = {"initializer_range": 0.3} if isinstance(config, LlamaConfig) else {"init_std": 0.3}
-    hf, theirs = theirs_of(config, **scale)
-    found = from_hf_config(hf.to_diff_dict())
-    assert found == config
-    ours = build(found)
-    ours.load_state_dict(theirs.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=0, atol=1e-5)
+        for model in (ours, loaded):
+            torch.testing.assert_close(model(tokens()), want, rtol=0, atol=1e-5)
 
 
 @BOTH
@@ -148,10 +145,6 @@ def test_features_that_are_not_here_are_refused_by_name(config: Config, change: 
         type(config).from_hf(config.to_hf() | change)
 
 
-MIXTURE = MixtureConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=32, experts=4)
-IMAGES = ImageConfig(image=8, patch=2, channels=1, classes=4, layers=2, width=32, heads=2)
-
-
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -165,9 +158,9 @@ IMAGES = ImageConfig(image=8, patch=2, channels=1, classes=4, layers=2, width=32
         (MIXTURE, {"top_k": 0}, "got top_k=0 of 4 experts"),
         (MIXTURE, {"shared_width": -1}, "must be 0 or more, got -1 and 0.01"),
         (MIXTURE, {"balance": -1.0}, "must be 0 or more, got 0 and -1.0"),
-        (IMAGES, {"image": 9}, "multiple of patch, got image=9, patch=2: resize or pad the images to 10"),
-        (IMAGES, {"width": 33}, "multiple of heads, got width=33, heads=2"),
-        (IMAGES, {"layers": 0}, "must be at least 1"),
+        (VISION, {"image": 9}, "multiple of patch, got image=9, patch=2: resize or pad the images to 10"),
+        (VISION, {"width": 33}, "multiple of heads, got width=33, heads=2"),
+        (VISION, {"layers": 0}, "must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(config, change: dict, message: str) -> None:
@@ -282,3 +275,112 @@ def test_tied_checkpoint_may_store_the_matrix_once(assign: bool) -> None:
     assert torch.equal(model(tokens()), source(tokens()))
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
         Llama(LlamaConfig(**(vars(GQA) | {"tied": False}))).load_state_dict(state)
+
+
+# ---- A mixture
+
+
+def built(**changes: object) -> Mixture:
+    model = Mixture(replace(MIXTURE, **changes))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 else torch.nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize(("shared", "name"), [(0, "MixtralForCausalLM"), (16, "Qwen2MoeForCausalLM")])
+def test_transformers_opens_it_and_computes_the_same(tmp_path, shared, name):
+    model = built(shared_width=shared).eval()
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_hf() | {"dtype": "float32"}))
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(theirs).__name__ == name
+    assert not any(loaded.values())
+    tokens = torch.randint(64, (2, 16))
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_balance_loss_is_that_of_the_switch_transformer():
+    model = built(balance=0.5)
+    tokens, seen = torch.randint(64, (2, 16)), []
+    for block in model.model.layers:
+        block.mlp.gate.register_forward_hook(lambda module, args, logits: seen.append(logits.detach().double()))
+    assert model.take_balance() is None  # before the first forward pass
+    model(tokens)
+    expected = []
+    for logits in seen:
+        p = logits.softmax(-1)
+        shares = torch.nn.functional.one_hot(p.topk(2).indices, 4).double().mean((0, 1))
+        expected.append(0.5 * 4 * (shares * p.mean(0)).sum())
+    found = model.take_balance()
+    assert model.take_balance() is None
+    torch.testing.assert_close(found.double(), torch.stack(expected).mean(), rtol=1e-6, atol=0)
+    found.backward()
+    assert all(block.mlp.gate.weight.grad.any() for block in model.model.layers)
+    model.eval()(tokens)
+    assert model.take_balance() is None
+    without = built(balance=0.0)
+    without(tokens)
+    assert without.take_balance() is None
+
+
+def test_its_weights_are_drawn_as_those_of_the_other_models():
+    model = Mixture(replace(MIXTURE, width=64, mlp_width=96, layers=8))
+    experts = model.model.layers[0].mlp.experts
+    assert float(experts.gate_up_proj.detach().std()) == pytest.approx(0.02, rel=0.05)
+    assert float(experts.down_proj.detach().std()) == pytest.approx(0.02 / 4, rel=0.05)
+
+
+# ---- The vision transformer and the diffusion transformer
+
+
+def test_the_images_are_classified_as_plain_pytorch_does() -> None:
+    model = VisionTransformer(VISION)
+    patches = F.unfold(IMAGES, 2, stride=2).transpose(1, 2)
+    x = F.linear(patches, model.patches.proj.weight.flatten(1), model.patches.proj.bias) + model.patches.positions
+    for block in model.blocks:
+        encoder = nn.TransformerEncoderLayer(32, 2, 128, 0.0, "gelu", batch_first=True, norm_first=True)
+        names = {"self_attn.in_proj_": block.attention.qkv, "self_attn.out_proj.": block.attention.proj}
+        names |= {"linear1.": block.fc1, "linear2.": block.fc2, "norm1.": block.norm1, "norm2.": block.norm2}
+        leaves = ("weight", "bias")
+        encoder.load_state_dict({f"{name}{leaf}": getattr(m, leaf) for name, m in names.items() for leaf in leaves})
+        x = encoder(x)
+    torch.testing.assert_close(model(IMAGES), model.head(model.norm(x).mean(1)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_they_learn_in_fp8(recipe: str) -> None:
+    models = VisionTransformer(VISION), DiffusionTransformer(VISION)
+    batches = IMAGES, (IMAGES, torch.rand(6), CLASSES)
+    for model, batch in zip(models, batches, strict=True):
+        report = convert(model, recipe, batch=batch)
+        assert report.coverage.flops > 0.9
+        assert {entry.name for entry in report.coverage.left} == {"head.weight", "patches.proj.weight"}
+    classify, diffuse = models
+    losses = []
+    optimizer = torch.optim.AdamW([*classify.parameters(), *diffuse.parameters()], lr=3e-3)
+    for _ in range(12):
+        torch.manual_seed(1)
+        loss = F.cross_entropy(classify(IMAGES), CLASSES) + flow_loss(diffuse, IMAGES, CLASSES)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert sample(diffuse, CLASSES, steps=2).shape == IMAGES.shape
+
+
+def test_the_velocity_of_a_new_model_is_zero_and_sampling_returns_the_noise() -> None:
+    model = DiffusionTransformer(VISION)
+    assert not model(IMAGES, torch.rand(6), CLASSES).any()
+    torch.manual_seed(5)
+    made = sample(model, CLASSES, steps=3)
+    torch.manual_seed(5)
+    assert torch.equal(made, torch.randn(6, 1, 8, 8))
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        sample(model, CLASSES, steps=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 8, 9), (2, 3, 8, 8), (1, 8, 8)])
+def test_images_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"images must be \[B, 1, 8, 8\], got"):
+        VisionTransformer(VISION)(torch.randn(shape))
