@@ -36,7 +36,7 @@ COMMANDS = [
     "-m bench.gpu.trained",
     "-m bench.gpu.plan",
     "-m bench.gpu.plan --largest",
-    "-m bench.gpu.plan --hosted --sharded",
+    "-m bench.gpu.plan --hosted",
     "-m bench.gpu.rl",
     "-m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --time bf16,rowwise --out {out} --merge {out}",
     "-m bench.gpu.runs moe --runs bf16:0,rowwise:0 --out {out} --merge {out}",

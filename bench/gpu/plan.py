@@ -16,11 +16,11 @@ FP8. Each mode is a run in a process of its own, one after the other, so the hos
 parameter, 45 GB, of which the masters and the gradients, 23 GB, are pinned. A step has 16,384 tokens. It is timed with
 clipping, without, where a weight is updated during the backward pass, and with four micro-batches, until the last
 weight is updated. `update_seconds` is what the host still needs when the GPU has computed a step: with clipping all of
-AdamW. The losses of the first steps of all modes must agree. `--sharded` adds FSDP2's offload of one process.
+AdamW. The losses of the first steps of all modes must agree.
 
     python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about five minutes on two GPUs
     python -m bench.gpu.plan --largest                                about a minute on one
-    python -m bench.gpu.plan --hosted [--sharded]                     two or three on one, with 16 cores and 64 GB
+    python -m bench.gpu.plan --hosted                                 two or three on one, with 16 cores and 64 GB
 """
 
 import json
@@ -161,7 +161,6 @@ HOST_MODES: dict[str, dict[str, Any]] = {
     "BF16, masters on the host": {"optimizer.masters": "host", "recipe": "bf16"},
     "rowwise, masters on the host": {"optimizer.masters": "host", "recipe": "rowwise"},
 }
-SHARDED: dict[str, dict[str, Any]] = {"BF16, FSDP2's offload": {"optimizer.offload": True, "recipe": "bf16"}}
 KINDS: dict[str, tuple[dict[str, Any], int]] = {  # settings, and steps that are timed
     "clipped": ({}, sized(3, 1)),
     "unclipped": ({"clip": 0.0}, sized(2, 1)),
@@ -184,7 +183,7 @@ def measure_hosted(mode: str) -> Row:
     drawn = [mock.patch(f"torch.nn.init.{name}", fill) for name in ("normal_", "kaiming_uniform_")]
     with tempfile.TemporaryDirectory() as out, collect_between_steps():
         with drawn[0], drawn[1]:
-            trainer = start_run(HOSTED.change(out=f"{out}/run", **(HOST_MODES | SHARDED)[mode]), training_console())
+            trainer = start_run(HOSTED.change(out=f"{out}/run", **HOST_MODES[mode]), training_console())
         with trainer.lock:
             losses = [float(trainer.step()[0]) for _ in range(HOST_WARM)]
             kinds = {kind: time_steps(trainer, *chosen) for kind, chosen in KINDS.items()}
@@ -219,24 +218,24 @@ def time_step(trainer: Trainer) -> tuple[float, float]:
     return ended - began, ended - computed
 
 
-def hosted(sharded: bool) -> Results:
+def hosted() -> Results:
     """What there is after each mode."""
     rows: list[Row] = []
-    for mode in HOST_MODES | (SHARDED if sharded else {}):
+    for mode in HOST_MODES:
         rows.append(row := harness.in_new_process(partial(measure_hosted, mode)))
         show(row)
         assert all(abs(a / b - 1) < 0.02 for a, b in zip(row["losses"], rows[0]["losses"], strict=True)), rows
         yield "gpu_offload", {"tokens": HOSTED.batch * HOSTED.context, "cores": torch.get_num_threads(), "rows": rows}
 
 
-@benchmark(model="8b", only=int, missing=False, largest=False, hosted=False, sharded=False, worker=Path)
+@benchmark(model="8b", only=int, missing=False, largest=False, hosted=False, worker=Path)
 def main(options: Options) -> Results:
     """--only: the configurations on so many GPUs. --worker: train by the settings in this file."""
     if options.worker:
         run_in_group(lambda: work(options.worker))
         return
     if options.hosted:
-        yield from hosted(options.sharded)
+        yield from hosted()
         return
     if options.largest:
         found = {}

@@ -37,7 +37,7 @@ from octavo.nn.fused_loss import CHUNK, linear_cross_entropy
 from octavo.train import step_metrics
 from octavo.train.config import Config
 from octavo.train.processes import training_console
-from octavo.train.trainer import start_run
+from octavo.train.trainer import Trainer, start_run
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[nn.Module], Any]
@@ -73,6 +73,7 @@ MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes aft
     "octavo + fuse_loss, head rowwise": partial(octavo.convert, fuse_loss=True, head="rowwise"),
 }
 CELLS = {"1b, compile": ("1b", True), "1b, eager": ("1b", False), "8b, compile": ("8b", True)}
+TRAIN = "1b, octavo train"
 NEEDS = {"Liger": "liger-kernel", "torchao": "torchao"}  # packages of the modes with such a word
 
 
@@ -138,43 +139,40 @@ def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     exact = gradients[BASE] or []
     sqnr = {mode: harness.each_decibels(exact, found) for mode, found in gradients.items() if found and mode != BASE}
     del gradients, exact
-    peaks = {mode: harness.peak_of(step, 0) / 2**30 for mode, step in steps.items()}
-    times = harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1)
-    speeds = harness.rows_of(times, BASE, "speed")
-    rows = {mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)} for mode, row in speeds.items()}
-    for mode, row in rows.items():
-        show(f"{name:12} {mode:34}", row)
-    return {"machine": harness.facts(), "modes": rows, "rounds": times}
+    peaks = {mode: harness.peak_of(step, 0) for mode, step in steps.items()}
+    return results_of(name, harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1), peaks, sqnr)
 
 
-class Run:
-    """A run of `octavo train` on a model folder, which steps as the command does."""
-
-    def __init__(self, folder: str, recipe: str, compiled: bool, scope: ExitStack) -> None:
-        batch, tokens = SHAPES["1b"][1]
-        text, out = str(Path(__file__).parents[2] / "docs"), f"{folder}/{recipe}-{compiled}"
-        config = Config(model=folder, recipe=recipe, batch=batch, context=tokens, data=(text,), out=out, device=DEVICE)
-        trainer = start_run(config.change(**{"compile.blocks": compiled, "steps": 1000}), training_console())
-        scope.enter_context(trainer.lock)
-        metrics = scope.enter_context(step_metrics.Metrics(trainer.run_folder.metrics, resumed_at=0, config=config))
-        watched = step_metrics.watched(trainer.config, trainer.state, trainer.run_folder, metrics)
-        trainer.watch = scope.enter_context(watched)
-        scope.enter_context(trainer.state.cast_once())
-        self.step = trainer.step
+def open_run(folder: str, recipe: str, compiled: bool, scope: ExitStack) -> Trainer:
+    """A run of `octavo train` on a model folder, which steps as the command does until `scope` ends."""
+    (batch, tokens), text = SHAPES["1b"][1], str(Path(__file__).parents[2] / "docs")
+    settings = {"batch": batch, "context": tokens, "data": (text,), "device": DEVICE, "compile.blocks": compiled}
+    config = Config(model=folder, recipe=recipe, out=f"{folder}/{recipe}-{compiled}", steps=1000).change(**settings)
+    trainer = start_run(config, training_console())
+    scope.enter_context(trainer.lock)
+    metrics = scope.enter_context(step_metrics.Metrics(trainer.run_folder.metrics, resumed_at=0, config=config))
+    watched = step_metrics.watched(config, trainer.state, trainer.run_folder, metrics)
+    trainer.watch = scope.enter_context(watched)
+    scope.enter_context(trainer.state.cast_once())
+    return trainer
 
 
-def runs(rounds: int) -> dict[str, Any]:
+def train_cell(name: str, rounds: int) -> dict[str, Any]:
     """The milliseconds of a step of `octavo train` and its peak, by recipe, compiled and not."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as scope:
         Training("1b").model.save_pretrained(folder)
         ByteTokenizer().save(folder)
         modes = {f"{r}{how}": (r, not how) for how in ("", ", eager") for r in (BASE, "rowwise")}
-        made_runs, peaks = harness.built({mode: partial(Run, folder, *each, scope) for mode, each in modes.items()})
-        times = harness.interleaved({mode: run.step for mode, run in made_runs.items()}, rounds=rounds, repeat=4)
+        opened, peaks = harness.built({mode: partial(open_run, folder, *each, scope) for mode, each in modes.items()})
+        times = harness.interleaved({mode: run.step for mode, run in opened.items()}, rounds=rounds, repeat=4)
+    return results_of(name, times, peaks, {})
+
+
+def results_of(name: str, times: dict[str, Any], peaks: dict[str, int], sqnr: dict[str, Any]) -> dict[str, Any]:
     rows = harness.rows_of(times, BASE, "speed")
     for mode, row in rows.items():
-        show(f"octavo train {mode:16}", row := row | {"peak_gib": peaks[mode] / 2**30, "sqnr": None})
-        rows[mode] = row
+        row |= {"peak_gib": peaks[mode] / 2**30, "sqnr": sqnr.get(mode)}
+        show(f"{name:16} {mode:34}", row)
     return {"machine": harness.facts(), "modes": rows, "rounds": times}
 
 
@@ -261,6 +259,6 @@ def main(options: Options) -> Results:
             result[name] = cell(name, shape, compiled, options.rounds)
             torch._dynamo.reset()
     if options.only in ("", "train"):
-        result["1b, octavo train"] = runs(options.rounds)
+        result[TRAIN] = train_cell(TRAIN, options.rounds)
     if not options.only:
         yield "gpu_whole_step", result
