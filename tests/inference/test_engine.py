@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from generation_examples import answers, batch, pair, sessions
-from kv_cache_examples import DTYPES, model_of
+from generation_examples import DTYPES, answers, batch, model_of, pair, sessions
 from metrics import sqnr
 from model_examples import BOTH, GPT, GQA, lively, tokens
 

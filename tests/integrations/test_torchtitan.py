@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torchtitan_examples as titan
-from operation_counts import operations
+from operation_counts import Traffic, operations
 from ranks import run_ranks
-from traffic import Traffic
 
 import octavo
 from octavo.integrations.torchtitan import FP8Converter, FP8Linear, SelectiveAC

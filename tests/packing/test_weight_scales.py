@@ -12,7 +12,7 @@ import pytest
 import torch
 from packed_examples import load_float32, write_run
 from safetensors.torch import load_file, save_file
-from saved_checkpoints import save_checkpoint
+from saved_checkpoints import save_checkpoint, state_of
 from tiny_models import make_model, open_theirs, outputs, same_bits
 from torch import Tensor, nn
 
@@ -29,8 +29,7 @@ from octavo.ops import quantize
 from octavo.packing import pack, scale_search
 from octavo.recipe import delayed
 from octavo.scales import update_scales
-from octavo.train.optimizer import first_state
-from octavo.train.saving import TrainState, load_checkpoint
+from octavo.train.saving import load_checkpoint
 
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(256, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=48),
@@ -46,12 +45,6 @@ def build(name: str) -> Any:
     return model
 
 
-def state_of(model: nn.Module) -> TrainState:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    optimizer.state.update({p: first_state(optimizer, p) for p in model.parameters()})
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"), "data")
-
-
 def tokens(seed: int) -> Tensor:
     return torch.randint(256, (4, 24), generator=torch.Generator().manual_seed(seed))
 
@@ -59,7 +52,7 @@ def tokens(seed: int) -> Tensor:
 def train(root: Path, name: str) -> Path:
     """A run's folder after four steps, whose weights have outgrown the scales of the last."""
     model = build(name)
-    state = state_of(model.train())
+    state = state_of(model.train(), 3e-3)
     for step in range(4):
         batch = tokens(step)
         loss = nn.functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
@@ -80,7 +73,7 @@ def train(root: Path, name: str) -> Path:
 def restored(run: Path, name: str) -> Any:
     """The model that goes on training, in evaluation; every layer runs by itself, as the packed model's do."""
     model = build(name)
-    load_checkpoint(RunFolder(run).newest(), state_of(model))
+    load_checkpoint(RunFolder(run).newest(), state_of(model, 3e-3))
     for module in model.modules():
         module.register_forward_hook(lambda *_: None)
     return model.eval()
