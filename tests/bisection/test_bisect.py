@@ -62,7 +62,6 @@ def test_a_layer_in_adapters_has_its_name_in_the_model(settings, tmp_path):
 
 
 def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, monkeypatch):
-    """Where dw runs in FP8."""
     dw = linear_function._dw
 
     def negated(*arguments):

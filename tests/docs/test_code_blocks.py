@@ -74,7 +74,6 @@ def brought(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(brought: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of that folder becomes the working directory."""
     shutil.copytree(brought, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
 
@@ -122,7 +121,6 @@ def test_the_blocks_of_a_page_run(pages: tuple[str, ...], octavo: Octavo) -> Non
 
 
 def run_python(block: Block, names: dict[str, Any]) -> str:
-    """What the block prints."""
     code = compile("\n" * block.line + block.text, block.page, "exec")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         if block.tested:

@@ -175,7 +175,6 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
 
 
 def served(name: str, made) -> torch.nn.Module:
-    """A model of ours, of transformers or of a packed folder."""
     if name == "packed":
         return load(made("llama", scheme="channel"))
     return lively_model({"ours": GQA, "gpt2": GPT}[name]) if name in ("ours", "gpt2") else model_of(name)

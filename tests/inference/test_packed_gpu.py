@@ -33,7 +33,6 @@ SIZES |= {"head_dim": 128, "max_position_embeddings": 256}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A model in BF16, and its packed folder."""
     make = folder_maker(tmp_path_factory.mktemp("model"), **SIZES)
     return open_theirs(make("llama")), make("llama", scheme="channel")
 
@@ -219,7 +218,6 @@ def test_blocks_of_a_mixtral_give_the_numbers_of_a_cpu(tmp_path):
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """packed(scheme): a folder."""
     make = folder_maker(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=544, head_dim=64)
     return lambda scheme: make("llama with biases", scheme=scheme)
 

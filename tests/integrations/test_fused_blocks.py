@@ -36,7 +36,6 @@ def run(model, x, *text, **more):
 
 
 def gradients(model):
-    """The output, and the gradients of inputs and parameters."""
     given = [t.requires_grad_() for t in inputs(model)]
     y = run(model, *given)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [*given, *model.parameters()])]

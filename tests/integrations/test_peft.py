@@ -29,7 +29,6 @@ def settings(**more):
 
 
 def train(model):
-    """The losses of steps on one batch."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
     for _ in range(STEPS):

@@ -297,7 +297,6 @@ def promotion(layer, step=5, to="bf16"):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of seven steps."""
     model = lively(Llama(LlamaConfig(**LLAMA)))
     return write_run(tmp_path / "run", model, model.config.to_hf(), recipe="rowwise")
 

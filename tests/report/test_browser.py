@@ -75,7 +75,6 @@ class Browser:
         (actions.click() if click else actions).perform()
 
     def press(self, *keys):
-        """Type into the element that has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
 

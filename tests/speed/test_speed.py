@@ -12,7 +12,6 @@ SMALL = ("--time", "--length", "8,16", "--batch", "1,2", "--count", 6, "--rounds
 
 
 def counting(ids, tokens):
-    """New tokens 0, 1, 2, ..."""
     return torch.arange(tokens).expand(len(ids), -1)
 
 

@@ -102,7 +102,6 @@ def save_checkpoint(run, state: TrainState, keep: int) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of the files in a folder by their names."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

@@ -46,7 +46,6 @@ def one_layer(recipe="rowwise") -> nn.Sequential:
 
 
 def tiny_model(name: str, recipe: str = "rowwise", layers: int = 1) -> nn.Module:
-    """A converted "llama", "gpt2" or "mixture"."""
     torch.manual_seed(0)
     configs = {
         "llama": LlamaConfig(64, layers, 32, 4, 2, 48, 16), "gpt2": GPT2Config(64, layers, 32, 4, 16),
@@ -56,7 +55,6 @@ def tiny_model(name: str, recipe: str = "rowwise", layers: int = 1) -> nn.Module
 
 
 def backward(model: nn.Module) -> torch.Tensor:
-    """The loss of a pass over 32 tokens, forward and backward."""
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     loss.backward()
@@ -91,7 +89,6 @@ def describe(x: Array, cast=None, scale: Array | None = None) -> dict[str, float
 
 
 def check(found, expected: dict[str, float]) -> None:
-    """A record has these numbers."""
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
 

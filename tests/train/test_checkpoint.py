@@ -93,7 +93,6 @@ def refuses(trainer, folder, *essentials):
 
 
 def edited(name, change):
-    """The bytes of a file, changed."""
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 

@@ -201,7 +201,6 @@ def test_weights_are_compared_with_those_of_the_folded_model(made, tmp_path, no_
 
 
 def halve(tensors):
-    """Halve one scale of a layer."""
     tensors[f"{DOWN}.weight_scale"][0] /= 2
 
 
