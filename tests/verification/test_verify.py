@@ -27,7 +27,6 @@ from octavo.verification.checks import check_folder
 from octavo.verification.findings import measure_sizes
 from octavo.verification.stored_files import CheckpointFiles, read_files
 from octavo.verification.streamed_model import required_by
-from octavo.verification.verifier import Verification
 
 DOWN = "model.layers.0.mlp.down_proj"
 # Decoders that are not fused, and mixtures whose experts are packed.
@@ -72,11 +71,6 @@ FOLDERS = [
 TIES = {"opt": 2e-3, "gpt2": 2e-3, "bart": 1e-3}
 ROUGH = ("jamba", "olmo hybrid", "hyv4", "mixtral", "qwen3moe", "deepseekv3")  # whose outputs rounding moves far
 BROKEN_READER = "dinov2"  # transformers 5.23 opens no quantized folder of its type
-
-
-@pytest.fixture
-def no_readers(monkeypatch):
-    monkeypatch.setattr(Verification, "try_readers", lambda self: None)
 
 
 def check_agreement(report):
