@@ -117,6 +117,12 @@ def example(request: pytest.FixtureRequest, packed: dict[str, Any]) -> Any:
 
 
 @pytest.fixture
+def no_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` opens its folder with no reader."""
+    monkeypatch.setattr("octavo.verification.verifier.Verification.try_readers", lambda verification: None)
+
+
+@pytest.fixture
 def records() -> Callable[..., dict[int, Any]]:
     """records(folder, key): {step: value} of every record in the run's metrics.jsonl that has `key`, each step once."""
 

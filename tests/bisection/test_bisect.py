@@ -7,6 +7,7 @@ import pytest
 from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
+from tiny_runs import SMALLEST, one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
 from octavo.bisection import Part, ShortRuns, bisect, find_checkpoint
 from octavo.checkpoint.files import ArtifactError
@@ -16,6 +17,21 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.trainer import resume_run, settle, start_run
 
 LAYER = "model.layers.0.mlp.down_proj"
+TINY = SMALLEST | {
+    "width": 16, "mlp_width": 32, "batch": 4, "steps": 12, "save_every": 4, "evaluate_every": 12, "evaluate_batches": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory, 100)
+
+
+@pytest.fixture
+def settings(tmp_path, text):
+    """settings(**overrides): the configuration of a run in `tmp_path`/run, whose steps take some milliseconds."""
+    base = TINY | {"data": (str(text),), "out": str(tmp_path / "run")}
+    return lambda **overrides: Config.from_dict(base | overrides)
 
 
 def test_a_layer_with_a_broken_scale_is_named(settings, tmp_path, monkeypatch):
@@ -46,7 +62,6 @@ def test_a_layer_in_adapters_has_its_name_in_the_model(settings, tmp_path):
 
 
 def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, monkeypatch):
-    """Where dw runs in FP8."""
     dw = linear_function._dw
 
     def negated(*arguments):

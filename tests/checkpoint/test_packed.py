@@ -5,7 +5,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,24 +13,23 @@ from compressed_tensors.quantization import QuantizationConfig
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import Packing, get_layout, quantization_config, read_packing
 from octavo.checkpoint.scheme import SCHEMES, check_tensors, suspected
-from octavo.numerics import QTensor
 from octavo.ops import quantize
 
 WHERE, PAGE = Path("config.json"), Path(__file__).parents[2] / "docs" / "format.md"
 LINEARS = ["a.q_proj", "a.o_proj", "b.down_proj", "lm_head"]
 
 
-def packing(scheme: str = "channel", **others: str) -> Packing:
+def packing(scheme="channel", **others):
     """Of all linears but the last."""
     names = {name: others.get(name.rpartition(".")[2], scheme) for name in LINEARS[:-1]}
     return Packing(get_layout("compressed-tensors"), {name: SCHEMES[own] for name, own in names.items()})
 
 
-def read(config: dict[str, Any]) -> Packing:
+def read(config):
     return read_packing({"quantization_config": json.loads(json.dumps(config))}, LINEARS, WHERE, ())
 
 
-def test_targets_are_names_patterns_or_the_class() -> None:
+def test_targets_are_names_patterns_or_the_class():
     config = quantization_config(packing("block", o_proj="channel"), LINEARS)
     config["config_groups"]["group_0"]["targets"] = ["re:.*(q|down)_proj$"]
     assert read(config) == packing("block", o_proj="channel")
@@ -40,7 +38,7 @@ def test_targets_are_names_patterns_or_the_class() -> None:
         read(config)
 
 
-def test_the_examples_of_the_page_are_what_is_written() -> None:
+def test_the_examples_of_the_page_are_what_is_written():
     described = [
         get_layout(layout).describe({"q_proj": SCHEMES[scheme]}, ["lm_head"], False)
         for layout, scheme in (("compressed-tensors", "channel"), ("fp8", "block"), ("modelopt", "static"))
@@ -51,7 +49,7 @@ def test_the_examples_of_the_page_are_what_is_written() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_remarks_of_other_writers_are_accepted(scheme: str) -> None:
+def test_remarks_of_other_writers_are_accepted(scheme):
     config = quantization_config(packing(scheme), LINEARS)
     theirs = QuantizationConfig.model_validate(config).model_dump(mode="json")
     theirs["config_groups"]["group_0"]["weights"]["observer"] = "minmax"
@@ -59,7 +57,7 @@ def test_remarks_of_other_writers_are_accepted(scheme: str) -> None:
     assert read(theirs | {"version": "0.20.0"}) == packing(scheme)
 
 
-def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+def changed(config, path, value):
     config = copy.deepcopy(config)
     inner = config
     for key in path[:-1]:
@@ -95,13 +93,13 @@ WEIGHTS = (*GROUP, "weights")
         (("ignore",), "lm_head", "ignore must be a list"),
     ],
 )
-def test_another_packing_is_refused_by_setting(path: tuple[str, ...], value: Any, named: str) -> None:
+def test_another_packing_is_refused_by_setting(path, value, named):
     with pytest.raises(ArtifactError, match=named):
         read(changed(quantization_config(packing(), LINEARS), path, value))
 
 
 @pytest.mark.parametrize("scheme", ["channel", "tensor", "block", "group32"])
-def test_weights_alone_are_read_with_the_scales_of_other_schemes(scheme: str) -> None:
+def test_weights_alone_are_read_with_the_scales_of_other_schemes(scheme):
     config = changed(quantization_config(packing(scheme), LINEARS), (*GROUP, "input_activations"), None)
     if scheme == "group32":
         with pytest.raises(ArtifactError, match="nearest is group32, but .*input_activations is None"):
@@ -113,7 +111,7 @@ def test_weights_alone_are_read_with_the_scales_of_other_schemes(scheme: str) ->
     assert read(quantization_config(read(config), LINEARS)) == read(config)
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     torch.manual_seed(0)
     return {
         "q.weight": torch.randn(4, 8).to(torch.float8_e4m3fn),
@@ -139,7 +137,7 @@ def tensors() -> dict[str, torch.Tensor]:
         ("norm.weight", torch.full((8,), torch.inf, dtype=torch.bfloat16), "norm.weight holds inf or NaN"),
     ],
 )
-def test_wrong_tensors_are_refused_by_name(name: str, value: torch.Tensor | None, message: str) -> None:
+def test_wrong_tensors_are_refused_by_name(name, value, message):
     required = {key: t.to("meta") for key, t in tensors().items()}
     found = tensors()
     check_tensors(found, required, WHERE)
@@ -154,7 +152,7 @@ def test_wrong_tensors_are_refused_by_name(name: str, value: torch.Tensor | None
 # ---- Scales that are the reciprocals of what they should be
 
 
-def packed(scheme: str, size: float) -> QTensor:
+def packed(scheme, size):
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * size
     return quantize(weight, SCHEMES[scheme].weight)
 
@@ -162,7 +160,7 @@ def packed(scheme: str, size: float) -> QTensor:
 # Standard deviations: far below and far above those of trained layers
 @pytest.mark.parametrize("size", [1e-4, 0.02, 1.0, 20.0])
 @pytest.mark.parametrize("scheme", ["channel", "tensor", "block", "mx", "group64"])
-def test_reciprocal_scales_are_told_from_right_ones(scheme: str, size: float) -> None:
+def test_reciprocal_scales_are_told_from_right_ones(scheme, size):
     right = packed(scheme, size)
     if right.scale.dtype == torch.float32:
         wrong = replace(right, scale=1 / right.scale)
@@ -172,7 +170,7 @@ def test_reciprocal_scales_are_told_from_right_ones(scheme: str, size: float) ->
     assert suspected([("wrong", wrong.scale, wrong.dequantize)]) == ["wrong"]
 
 
-def test_large_scales_of_small_data_and_one_layer_of_huge_weights_are_no_suspicion() -> None:
+def test_large_scales_of_small_data_and_one_layer_of_huge_weights_are_no_suspicion():
     data, scale = torch.full((4, 32), 0.5), torch.full((4, 1), 2.0)
     assert suspected([("small", scale, lambda: data * scale)]) == []
     huge, plain = packed("channel", 500.0), packed("channel", 0.02)

@@ -14,13 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_examples import WIDTH, backward, batch, blocks, converted, equal, gathered, sharded, train, whole
 from linear_examples import converted_model, without_chance
-from operation_counts import saved_tensors
+from operation_counts import Traffic, saved_tensors
 from ranks import run_ranks
 from tiny_models import built
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from traffic import Traffic
 
 import octavo
 from octavo import models

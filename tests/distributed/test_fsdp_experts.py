@@ -12,6 +12,7 @@ from fsdp_examples import backward, batch, equal, sharded, train
 from gpus import ONLY_HOPPER, poison
 from linear_examples import converted_model
 from metrics import sqnr
+from operation_counts import Traffic
 from ranks import run_ranks, use_gpus
 from tensor_parallel_examples import mesh_of
 from tiny_models import built
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from traffic import Traffic
 
 import octavo
 from octavo.distributed import expert_parallel, fp8_all_gather

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from fsdp_examples import backward, batch, blocks, converted, equal, gathered, sharded, train, whole
 from linear_examples import converted_model
+from operation_counts import Traffic
 from ranks import run_ranks, use_gpus
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -16,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from traffic import Traffic
 
 import octavo
 from octavo.distributed import fp8_all_gather, send_bf16_gradients

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from metrics import distance, sqnr
-from operation_counts import saved_tensors
+from operation_counts import Traffic, saved_tensors
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from traffic import Traffic
 
 import octavo
 from octavo.distributed import ColumnParallel, NormParallel, RowParallel, fp8_all_gather, tensor_parallel

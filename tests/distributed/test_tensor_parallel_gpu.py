@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from metrics import distance
 from ranks import run_ranks, use_gpus
-from sharded_states import whole
+from saved_checkpoints import whole
 from tensor_parallel_examples import distance_of_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,9 +1,12 @@
 """Every code block of README, CONTRIBUTING and docs runs, and prints what the page shows; and what pages say is so."""
 
+import argparse
 import contextlib
+import inspect
 import io
 import json
 import re
+import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -12,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from code_blocks import PAGES, ROOT, Block, different_lines, missing_lines, read_blocks
+from tiny_models import SIZES
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from octavo.inspection.doctor import Facts, rules_of
+from octavo.models.tokenizer import ByteTokenizer
 from octavo.numerics import Cast, History
 from octavo.recipe import Gemm, Recipe
 from octavo.train.config import Config
@@ -48,6 +55,27 @@ LESSONS = tuple(page for page in PAGES if page.startswith("docs/learn/"))
 GROUPS = [pages for pages in (LESSONS, *((page,) for page in PAGES if page not in LESSONS)) if pages]
 
 Octavo = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def brought(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages ask their reader to bring: `book.txt`, `texts/`, and the folder of a tiny model, `models/qwen`."""
+    folder = tmp_path_factory.mktemp("brought")
+    text = inspect.getsource(argparse)
+    (folder / "book.txt").write_text(text)
+    (folder / "texts").mkdir()
+    (folder / "texts" / "first.txt").write_text(text[:20_000])
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"max_position_embeddings": 256}))
+    model.save_pretrained(folder / "models" / "qwen")
+    ByteTokenizer().save(folder / "models" / "qwen")
+    return folder
+
+
+@pytest.fixture
+def workspace(brought: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(brought, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_line_that_is_not_printed_in_its_order_is_found() -> None:
@@ -93,7 +121,6 @@ def test_the_blocks_of_a_page_run(pages: tuple[str, ...], octavo: Octavo) -> Non
 
 
 def run_python(block: Block, names: dict[str, Any]) -> str:
-    """What the block prints."""
     code = compile("\n" * block.line + block.text, block.page, "exec")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         if block.tested:

@@ -1,19 +1,17 @@
 """Quality over prompts, against scipy and formulas written out."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from quality import compare_embeddings, compare_logits
 from scipy import special, stats
-from torch import Tensor
 
 from octavo.evaluation import Budget, metrics
 
 
-def table(seed: int, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+def table(seed, scale=1.0):
     """A model of bigrams, with a little of the position."""
     logits = torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)) * scale
     return lambda ids: logits[ids] + 0.01 * torch.arange(ids.shape[1])[None, :, None] * logits[0]
@@ -22,17 +20,17 @@ def table(seed: int, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
 REFERENCE = table(0, 2)
 
 
-def candidate(ids: Tensor) -> Tensor:
+def candidate(ids):
     return REFERENCE(ids) + 0.3 * table(1)(ids)
 
 
 @pytest.fixture
-def batches() -> list[Tensor]:
+def batches():
     draw = torch.Generator().manual_seed(2)
     return [torch.randint(16, (b, t), generator=draw) for b, t in ((3, 30), (2, 300), (4, 257), (1, 2))]
 
 
-def test_logits_against_scipy(batches: list[Tensor]) -> None:
+def test_logits_against_scipy(batches):
     found = compare_logits(REFERENCE, candidate, batches)
     kl, agree, nll, before = [], [], [], []
     for ids in (row for batch in batches for row in batch):
@@ -52,7 +50,7 @@ def test_logits_against_scipy(batches: list[Tensor]) -> None:
     assert (found.prompts, found.tokens) == (10, sum(batch.numel() for batch in batches))
 
 
-def test_a_model_against_itself(batches: list[Tensor]) -> None:
+def test_a_model_against_itself(batches):
     found = metrics.compare_many(REFERENCE, {"same": REFERENCE, "other": candidate}, batches, metrics.LogitSums)
     same = found["same"]
     assert same.kl == metrics.Estimate(0, 0, 0)
@@ -61,7 +59,7 @@ def test_a_model_against_itself(batches: list[Tensor]) -> None:
     assert found["other"] == compare_logits(REFERENCE, candidate, batches)
 
 
-def test_certain_models_have_a_kl() -> None:
+def test_certain_models_have_a_kl():
     sure = torch.tensor([[[0.0, -math.inf], [0.0, -math.inf]]])
     found = compare_logits(lambda ids: sure, lambda ids: torch.zeros(1, 2, 2), [torch.zeros(1, 2).long()])
     assert found.kl.value == pytest.approx(math.log(2))
@@ -71,11 +69,11 @@ def test_certain_models_have_a_kl() -> None:
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 8, 31, 100, 1000, 5000])
-def test_students_quantile(freedom: int) -> None:
+def test_students_quantile(freedom):
     assert metrics.student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_hold_the_truth_as_often_as_they_say():
     draw = np.random.default_rng(0)
     hits = 0
     for _ in range(2000):
@@ -86,21 +84,21 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert 0.92 < hits / 2000 < 0.97
 
 
-def test_a_ratio_of_equal_sizes_is_the_t_interval_of_a_mean() -> None:
+def test_a_ratio_of_equal_sizes_is_the_t_interval_of_a_mean():
     values = [0.3, 0.5, 0.1, 0.9]
     found = metrics.ratio([7 * v for v in values], [7.0] * 4)
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
     assert (found.value, found.low, found.high) == pytest.approx((np.mean(values), low, high))
 
 
-def test_the_paired_interval_is_narrower() -> None:
+def test_the_paired_interval_is_narrower():
     draw = torch.Generator().manual_seed(2)
     found = compare_logits(REFERENCE, lambda ids: REFERENCE(ids) * 0.99, [torch.randint(16, (8, 40), generator=draw)])
     alone, paired = found.perplexity, found.perplexity_ratio
     assert paired.high - paired.low < 0.1 * (alone.high - alone.low) / alone.value
 
 
-def test_an_interval_ends_where_the_quantity_does() -> None:
+def test_an_interval_ends_where_the_quantity_does():
     sums = metrics.LogitSums()
     for tokens in (2, 40):  # a short prompt that differs, and a long one that agrees
         ids = torch.arange(tokens) % 16
@@ -111,7 +109,7 @@ def test_an_interval_ends_where_the_quantity_does() -> None:
     assert 0 == found.kl.low < found.kl.value
 
 
-def test_embeddings() -> None:
+def test_embeddings():
     hidden = torch.randn(4, 7, 32)
     noise = torch.randn(4, 7, 32) * 0.3
     ids = torch.arange(4)[:, None].expand(4, 7)
@@ -124,7 +122,7 @@ def test_embeddings() -> None:
     assert (found.prompts, found.tokens) == (4, 28)
 
 
-def test_sqnr() -> None:
+def test_sqnr():
     x = torch.randn(100)
     assert metrics.sqnr(*metrics.energies(x, x * 1.01)) == pytest.approx(40, abs=1e-3)
     assert metrics.sqnr(*metrics.energies(x, x)) == math.inf
@@ -142,13 +140,13 @@ def test_sqnr() -> None:
         "cosine=1", "cosine=99%",
     ],
 )  # fmt: skip
-def test_a_limit_that_means_nothing(text: str) -> None:
+def test_a_limit_that_means_nothing(text):
     measure, _, limit = text.partition("=")
     with pytest.raises(ValueError, match=f"the budget {measure} must be .*; got '{limit}'"):
         Budget.parse(text)
 
 
-def test_what_is_a_budget() -> None:
+def test_what_is_a_budget():
     for text in ("much", "loss=1"):
         with pytest.raises(ValueError, match=r"a budget reads kl=0.01 \(nats a token\) or ppl=0.5%"):
             Budget.parse(text)

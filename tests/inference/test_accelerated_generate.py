@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from generation_examples import SAMPLED, answers, batch, pair, sessions
-from kv_cache_examples import model_of
+from generation_examples import SAMPLED, answers, batch, model_of, pair, sessions
 from transformers import AutoTokenizer, DynamicCache, StoppingCriteriaList
 
 from octavo.inference.transformers_cache import CACHE

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from generation_examples import answers, batch, pair, sessions
-from kv_cache_examples import DTYPES, model_of
+from generation_examples import DTYPES, answers, batch, model_of, pair, sessions
 from metrics import sqnr
 from model_examples import BOTH, GPT, GQA, lively, tokens
 
@@ -176,7 +175,6 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
 
 
 def served(name: str, made) -> torch.nn.Module:
-    """A model of ours, of transformers or of a packed folder."""
     if name == "packed":
         return load(made("llama", scheme="channel"))
     return lively_model({"ours": GQA, "gpt2": GPT}[name]) if name in ("ours", "gpt2") else model_of(name)

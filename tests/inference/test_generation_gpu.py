@@ -6,9 +6,8 @@ import pytest
 import torch
 from attention_oracle import attention64, given
 from bits import on_gpu
-from generation_examples import SAMPLED, answers, batch, pair, step_graph
+from generation_examples import DTYPES, SAMPLED, answers, batch, greedy, model_of, pair, prompts, step_graph
 from gpus import no_waits
-from kv_cache_examples import DTYPES, greedy, model_of, prompts
 from metrics import sqnr
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from generation_examples import answers, batch, pair
-from kv_cache_examples import greedy, model_of, prompts
+from generation_examples import answers, batch, greedy, model_of, pair, prompts
 from transformers import DeepseekV3Config, Gemma2Config, Qwen3NextConfig
 
 import octavo

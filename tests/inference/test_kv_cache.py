@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_oracle import attention64
-from kv_cache_examples import LARGEST, model_of
+from generation_examples import LARGEST, model_of
 from metrics import sqnr
 
 from octavo.inference import kv_cache

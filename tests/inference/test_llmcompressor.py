@@ -5,8 +5,6 @@ Oracles: compressed-tensors, which widens every weight of the folder, and transf
 
 import json
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ pytest.importorskip("llmcompressor")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the other program
 
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-SCHEMES: dict[str, tuple[dict, str, tuple[int, ...]]] = {
+SCHEMES = {
     "FP8": ({"scheme": "FP8"}, "static", (1,)),
     "FP8_DYNAMIC": ({"scheme": "FP8_DYNAMIC"}, "channel", (256, 1)),
     "FP8_BLOCK": ({"scheme": "FP8_BLOCK"}, "block", (2, 1)),
@@ -36,15 +34,14 @@ SCHEMES: dict[str, tuple[dict, str, tuple[int, ...]]] = {
 }
 IDS = torch.arange(40)[None]
 UP = "model.layers.1.mlp.up_proj"
-Made = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory):
     """made("BF16") is a model, made(scheme) what llm-compressor makes of it."""
     root = tmp_path_factory.mktemp("llmcompressor")
 
-    def make(name: str) -> Path:
+    def make(name):
         folder = root / name
         if folder.exists():
             return folder
@@ -59,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def compress(source: Path, out: Path, how: dict) -> None:
+def compress(source, out, how):
     """What its users run: oneshot with a modifier, and save_pretrained."""
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -75,7 +72,7 @@ def compress(source: Path, out: Path, how: dict) -> None:
     ByteTokenizer().save(out)
 
 
-def widened(folder: Path) -> dict[str, torch.Tensor]:
+def widened(folder):
     """The weights as compressed-tensors widens them when transformers opens the folder."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
@@ -84,7 +81,7 @@ def widened(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_its_folders_are_read(made: Made, name: str, tmp_path: Path) -> None:
+def test_its_folders_are_read(made, name, tmp_path):
     folder, (_, scheme, shape) = made(name), SCHEMES[name]
     stored = load_file(folder / "model.safetensors")
     assert stored[f"{UP}.weight_scale"].dtype == torch.bfloat16  # what was called damaged
@@ -111,7 +108,7 @@ def test_its_folders_are_read(made: Made, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_verify_finds_them_right(made: Made, name: str) -> None:
+def test_verify_finds_them_right(made, name):
     report = verify(made(name), made("BF16"))
     assert report.ok, [str(finding) for finding in report.findings]
     outcomes = {reader.name: reader.outcome for reader in report.readers}
@@ -119,7 +116,7 @@ def test_verify_finds_them_right(made: Made, name: str) -> None:
     assert remarks(report) == []
 
 
-def test_bytes_that_gptq_chose_are_counted(made: Made) -> None:
+def test_bytes_that_gptq_chose_are_counted(made):
     """GPTQ rounds an element up or down so that the errors of a row cancel on its inputs."""
     report = verify(made("GPTQ"), made("BF16"))
     assert report.ok, [str(finding) for finding in report.findings]
@@ -127,7 +124,7 @@ def test_bytes_that_gptq_chose_are_counted(made: Made) -> None:
     assert "bytes are not MODEL's weight / scale rounded to nearest" in remark
 
 
-def test_inspect_lists_them(octavo, made: Made) -> None:
+def test_inspect_lists_them(octavo, made):
     code, out, err = octavo("inspect", made("FP8_KV"), "--json")
     assert code == 0, err
     rows = {row["tensor"]: row for row in json.loads(out)["tensors"]}

@@ -1,8 +1,6 @@
 """`octavo.load` on CUDA: against training, against the layers one by one, compiled, and in CUDA graphs."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,7 @@ from packed_layers import gradients, packed_layer, worst_row
 from runtime_examples import layer_by_layer, logits, static_steps, tokens
 from safetensors.torch import save_file
 from tiny_models import folder_maker, open_theirs
-from torch import Tensor
-from transformers import LlamaForCausalLM, StaticCache
+from transformers import StaticCache
 
 import octavo
 from octavo import convert, models
@@ -32,34 +29,32 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the comp
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1104, "num_hidden_layers": 3, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 128, "max_position_embeddings": 256}
-Pair = tuple[LlamaForCausalLM, Path]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A model in BF16, and its packed folder."""
+def trained(tmp_path_factory):
     make = folder_maker(tmp_path_factory.mktemp("model"), **SIZES)
     return open_theirs(make("llama")), make("llama", scheme="channel")
 
 
-def ids(batch: int, length: int) -> Tensor:
+def ids(batch, length):
     return torch.randint(0, 99, (batch, length), generator=torch.Generator().manual_seed(2)).cuda()
 
 
 @ONLY_HOPPER
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 13), (16, 1), (2, 100)])
-def test_the_forward_pass_is_that_of_training_to_the_bit(trained: Pair, batch: int, length: int) -> None:
+def test_the_forward_pass_is_that_of_training_to_the_bit(trained, batch, length):
     model = copy.deepcopy(trained[0]).cuda()
     octavo.convert(model, "rowwise")
     packed = octavo.load(trained[1], "cuda")
     assert torch.equal(logits(packed, ids(batch, length)), logits(model, ids(batch, length)))
 
 
-def unquantized(trained: Pair, text: Tensor) -> Tensor:
+def unquantized(trained, text):
     return logits(copy.deepcopy(trained[0]).float().cuda(), text.cuda())
 
 
-def check_as_near(found: Tensor, known: Tensor, exact: Tensor) -> None:
+def check_as_near(found, known, exact):
     """Both are off the unquantized model by as much; in BF16 they differ, for a last bit turns an activation's code."""
     assert 0.01 < distance(known, exact) < 0.3
     assert distance(found, exact) < 1.25 * distance(known, exact)
@@ -67,7 +62,7 @@ def check_as_near(found: Tensor, known: Tensor, exact: Tensor) -> None:
 
 
 @ONLY_HOPPER
-def test_fused_is_what_the_layers_are_one_by_one(trained: Pair) -> None:
+def test_fused_is_what_the_layers_are_one_by_one(trained):
     packed = octavo.load(trained[1], "cuda")
     for batch, length in ((16, 1), (3, 50)):
         text = ids(batch, length)
@@ -77,15 +72,15 @@ def test_fused_is_what_the_layers_are_one_by_one(trained: Pair) -> None:
 
 
 @ONLY_HOPPER
-def test_the_gpu_gives_what_the_cpu_gives(trained: Pair) -> None:
+def test_the_gpu_gives_what_the_cpu_gives(trained):
     text = ids(2, 30)
     gpu, cpu = logits(octavo.load(trained[1], "cuda"), text), logits(octavo.load(trained[1]), text.cpu())
     check_as_near(gpu.cpu(), cpu, unquantized(trained, text).cpu())
 
 
 @ONLY_HOPPER
-def test_moving_to_the_gpu_keeps_one_buffer_for_each_stack(trained: Pair) -> None:
-    def requested() -> int:  # a block of the allocator's cache may be larger than what was requested
+def test_moving_to_the_gpu_keeps_one_buffer_for_each_stack(trained):
+    def requested():  # a block of the allocator's cache may be larger than what was requested
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
     before = requested()
@@ -96,7 +91,7 @@ def test_moving_to_the_gpu_keeps_one_buffer_for_each_stack(trained: Pair) -> Non
 
 
 @ONLY_HOPPER
-def test_compiled_with_a_static_cache_it_gives_the_same(trained: Pair) -> None:
+def test_compiled_with_a_static_cache_it_gives_the_same(trained):
     torch.compiler.reset()
     model = octavo.load(trained[1], "cuda")
     required = static_steps(model, model)
@@ -105,7 +100,7 @@ def test_compiled_with_a_static_cache_it_gives_the_same(trained: Pair) -> None:
 
 
 @ONLY_HOPPER
-def test_a_step_in_a_cuda_graph(trained: Pair) -> None:
+def test_a_step_in_a_cuda_graph(trained):
     model = octavo.load(trained[1], "cuda")
     cache, prompt = StaticCache(config=model.config, max_cache_len=16), ids(1, 5)
     with torch.no_grad():
@@ -113,7 +108,7 @@ def test_a_step_in_a_cuda_graph(trained: Pair) -> None:
         token, position = prompt[:, -1:].clone(), torch.tensor([[5]], device="cuda")
         lengths = [layer.cumulative_length for layer in cache.layers]
 
-        def step() -> Tensor:
+        def step():
             for length in lengths:
                 length.fill_(5)
             return model(token, position_ids=position, **{CACHE: cache}, use_cache=True).logits
@@ -130,7 +125,7 @@ def test_a_step_in_a_cuda_graph(trained: Pair) -> None:
 
 
 @ONLY_HOPPER
-def test_generate_runs_on_one_graph_of_a_step(trained: Pair) -> None:
+def test_generate_runs_on_one_graph_of_a_step(trained):
     model = octavo.load(trained[1], "cuda")
     mask = torch.ones(1, 5, dtype=torch.int64, device="cuda")
     settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -150,13 +145,13 @@ CONFIGS = {
 }
 
 
-def batch(seed: int) -> Tensor:
+def batch(seed):
     return torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(seed)).cuda()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("recipe", "scheme"), [("rowwise", "channel"), ("blockwise", "block"), ("delayed", "static")])
-def test_a_packed_run_repeats_its_forward_pass(tmp_path: Path, recipe: str, scheme: str, name: str) -> None:
+def test_a_packed_run_repeats_its_forward_pass(tmp_path, recipe, scheme, name):
     config = CONFIGS[name]
     model = models.build(config).cuda().bfloat16().train()
     convert(model, recipe)
@@ -180,7 +175,7 @@ def test_a_packed_run_repeats_its_forward_pass(tmp_path: Path, recipe: str, sche
 
 @ONLY_HOPPER
 @pytest.mark.parametrize("scheme", ["channel", "tensor", "static", "block"])
-def test_the_gradient_is_that_of_the_dequantized_weight(scheme: str) -> None:
+def test_the_gradient_is_that_of_the_dequantized_weight(scheme):
     layer = packed_layer(scheme).cuda()
     eager, expected = gradients(layer, torch.bfloat16)
     assert worst_row(eager, expected) > 26
@@ -225,14 +220,13 @@ def test_blocks_of_a_mixtral_give_the_numbers_of_a_cpu(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """packed(scheme): a folder."""
+def packed(tmp_path_factory):
     make = folder_maker(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=544, head_dim=64)
     return lambda scheme: make("llama with biases", scheme=scheme)
 
 
 @pytest.mark.parametrize("length", [1, 13, 300])  # one row, tiles, the widened weight
-def test_the_gpu_gives_what_the_cpu_gives_weight_only_model(packed: Callable[[str], Path], length: int) -> None:
+def test_the_gpu_gives_what_the_cpu_gives_weight_only_model(packed, length):
     models = [octavo.load(packed("weight"), device) for device in ("cuda", "cpu")]
     text = tokens(length)[:1]
     gpu, cpu = logits(models[0], text.cuda()).cpu(), logits(models[1], text)
@@ -240,7 +234,7 @@ def test_the_gpu_gives_what_the_cpu_gives_weight_only_model(packed: Callable[[st
     assert distance(gpu, logits(layer_by_layer(models[0]), text.cuda()).cpu()) < 0.02
 
 
-def test_compiled_it_gives_the_same(packed: Callable[[str], Path]) -> None:
+def test_compiled_it_gives_the_same(packed):
     torch.compiler.reset()
     model = octavo.load(packed("weight"), "cuda")
     text = tokens(7).cuda()
@@ -250,7 +244,7 @@ def test_compiled_it_gives_the_same(packed: Callable[[str], Path]) -> None:
     assert distance(logits(model, text), eager) < 0.02
 
 
-def test_generate_takes_the_tokens_of_the_whole_forward_pass(packed: Callable[[str], Path]) -> None:
+def test_generate_takes_the_tokens_of_the_whole_forward_pass(packed):
     model = octavo.load(packed("weight"), "cuda")
     ids = model.generate(tokens(9)[:1].cuda(), max_new_tokens=8, do_sample=False)
     scores = logits(model, ids[:, :-1])[0, 8:].float()

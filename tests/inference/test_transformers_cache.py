@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from kv_cache_examples import DTYPES, LARGEST, Emulated, greedy, model_of, prompts
+from generation_examples import DTYPES, LARGEST, Emulated, greedy, model_of, prompts
 from operation_counts import operations
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache

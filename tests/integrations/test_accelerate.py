@@ -20,7 +20,6 @@ GEMMS = 3 * 2 * 4  # y, dx and dw of left+right, plain, gate+up and down in two 
 
 
 def train(accelerator: Accelerator) -> tuple[Any, list[float]]:
-    """The prepared model, and the loss of each micro-batch."""
     torch.manual_seed(0)
     model: Any = blocks()
     octavo.convert(model, "rowwise")

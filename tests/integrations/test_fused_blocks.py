@@ -1,53 +1,47 @@
 """Blocks of timm and diffusers run norm and projections, and norm and MLP, in one pass each, and save little."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from linear_examples import converted_model
 from operation_counts import saved_tensors
-from torch import Tensor, nn
+from torch import nn
 
 import octavo
 
 WIDTH, HEADS = 32, 4
-Make = Callable[..., nn.Module]
 
 
-def vision(**options: Any) -> nn.Module:
+def vision(**options):
     timm = pytest.importorskip("timm.models.vision_transformer")
     torch.manual_seed(0)
-    block: nn.Module = timm.Block(WIDTH, HEADS, qkv_bias=True, **options)
-    return block
+    return timm.Block(WIDTH, HEADS, qkv_bias=True, **options)
 
 
-def diffusion(**options: Any) -> nn.Module:
+def diffusion(**options):
     diffusers = pytest.importorskip("diffusers.models.attention")
     torch.manual_seed(0)
-    block: nn.Module = diffusers.BasicTransformerBlock(WIDTH, HEADS, WIDTH // HEADS, cross_attention_dim=24, **options)
-    return block
+    return diffusers.BasicTransformerBlock(WIDTH, HEADS, WIDTH // HEADS, cross_attention_dim=24, **options)
 
 
-def inputs(model: nn.Module) -> list[Tensor]:
+def inputs(model):
     """x, and the text that a block of diffusers reads."""
     torch.manual_seed(1)
     return [torch.randn(2, 6, WIDTH), torch.randn(2, 3, 24)][: 2 if hasattr(model, "attn2") else 1]
 
 
-def run(model: nn.Module, x: Tensor, *text: Tensor, **more: Tensor) -> Tensor:
+def run(model, x, *text, **more):
     return model(x, **dict(zip(["encoder_hidden_states"], text, strict=False)), **more)
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """The output, and the gradients of inputs and parameters."""
+def gradients(model):
     given = [t.requires_grad_() for t in inputs(model)]
     y = run(model, *given)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [*given, *model.parameters()])]
 
 
-def unfused(model: nn.Module) -> nn.Module:
+def unfused(model):
     """A converted copy whose layers run one by one: a hook on a module keeps it from being fused."""
     model = converted_model(copy.deepcopy(model), "rowwise")
     for name, module in model.named_modules():
@@ -65,7 +59,7 @@ AFTER_ATTENTION = {vision: ("attn.proj",), diffusion: ("attn1.to_out.0", "attn2.
     [(vision, {}), (vision, {"init_values": 0.1}), (vision, {"qk_norm": True}), (diffusion, {}),
      (diffusion, {"attention_bias": True, "final_dropout": True})],
 )  # fmt: skip
-def test_a_fused_block_agrees_with_its_layers_one_by_one(make: Make, options: dict[str, Any]) -> None:
+def test_a_fused_block_agrees_with_its_layers_one_by_one(make, options):
     fused = make(**options)
     apart = unfused(fused)
     assert set(octavo.convert(fused).fused) == FUSED[make]
@@ -77,7 +71,7 @@ def test_a_fused_block_agrees_with_its_layers_one_by_one(make: Make, options: di
         assert (found - known).norm() < 0.03 * known.norm() + 1e-5
 
 
-def test_a_mask_reaches_the_attention() -> None:
+def test_a_mask_reaches_the_attention():
     fused = diffusion()
     apart = unfused(fused)
     octavo.convert(fused)
@@ -90,7 +84,7 @@ def test_a_mask_reaches_the_attention() -> None:
     assert torch.equal(run(fused, x, text, encoder_attention_mask=hidden), found)
 
 
-def saved(model: nn.Module) -> int:
+def saved(model):
     """The bytes that a forward pass keeps for the backward pass, other than weights."""
     x, *text = inputs(model)
     kept = [t.untyped_storage() for t in saved_tensors(lambda: run(model, x.requires_grad_(), *text))]
@@ -104,7 +98,7 @@ def saved(model: nn.Module) -> int:
     ("make", "most", "spare", "plain"),
     [(vision, 1 + 1 + 3 + 1 + 4 + 0.5, 2000, 15), (diffusion, 3 + 3 + 1 + 2 + 8 + 1, 4000, 25)],
 )
-def test_less_is_saved_for_the_backward_pass(make: Make, most: float, spare: int, plain: int) -> None:
+def test_less_is_saved_for_the_backward_pass(make, most, spare, plain):
     fused, row = converted_model(make()), 2 * 6 * WIDTH * 4  # of float32
     assert saved(fused) < most * row + spare
     assert saved(make()) > plain * row
@@ -116,12 +110,12 @@ def test_less_is_saved_for_the_backward_pass(make: Make, most: float, spare: int
      (diffusion, {"dropout": 0.1}), (diffusion, {"only_cross_attention": True}),
      (diffusion, {"norm_type": "ada_norm_single"})],
 )  # fmt: skip
-def test_blocks_of_another_kind_stay_unfused(make: Make, options: dict[str, Any]) -> None:
+def test_blocks_of_another_kind_stay_unfused(make, options):
     assert octavo.convert(make(**options)).fused == {}
 
 
 @pytest.mark.parametrize(("make", "options"), [(vision, {}), (diffusion, {"double_self_attention": True})])
-def test_restore_gives_the_class_back(make: Make, options: dict[str, Any]) -> None:
+def test_restore_gives_the_class_back(make, options):
     """The block of diffusers is called without a text: attn2 reads its own input, in diffusers' own code."""
     model = make(**options)
     x, kind, attributes = inputs(model)[0], type(model), set(vars(model))
@@ -136,13 +130,13 @@ def test_restore_gives_the_class_back(make: Make, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("make", [vision, diffusion])
-def test_a_fused_block_compiles(make: Make) -> None:
+def test_a_fused_block_compiles(make):
     model = converted_model(make())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, *inputs(model)), run(model, *inputs(model)), rtol=1e-4, atol=1e-4)
 
 
-def test_attention_without_a_norm_is_converted() -> None:
+def test_attention_without_a_norm_is_converted():
     """BEiT's has the class name of the vision transformer's, and no module `norm`."""
     model = converted_model(nn.Sequential(pytest.importorskip("timm.models.beit").Block(WIDTH, HEADS, qkv_bias=True)))
     x = inputs(model)[0].requires_grad_()

@@ -1,11 +1,9 @@
 """Lightning's Trainer and Fabric on converted models, with the library itself: make test-integrations."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from operation_counts import operations
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 import octavo
@@ -25,23 +23,23 @@ ROWS = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0)).repeat(
 
 
 class Model(lightning.LightningModule):
-    def __init__(self, recipe: str = "rowwise") -> None:
+    def __init__(self, recipe="rowwise"):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
         octavo.convert(self.net, recipe)
-        self.losses: list[float] = []
+        self.losses = []
 
-    def training_step(self, rows: Tensor, _: int) -> Tensor:
+    def training_step(self, rows, _):
         loss = (self.net(rows) - rows).square().mean()
         self.losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def fit(model: Model, folder: Path, steps: int = STEPS, checkpoint: str | None = None):
+def fit(model, folder, steps=STEPS, checkpoint=None):
     trainer = lightning.Trainer(
         accelerator="cpu", precision="bf16-mixed", max_steps=steps, accumulate_grad_batches=MICRO_BATCHES,
         callbacks=[ScaleUpdates()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -51,7 +49,7 @@ def fit(model: Model, folder: Path, steps: int = STEPS, checkpoint: str | None =
     return trainer
 
 
-def test_the_trainer_runs_in_fp8_and_its_checkpoint_is_that_of_the_plain_model(tmp_path: Path) -> None:
+def test_the_trainer_runs_in_fp8_and_its_checkpoint_is_that_of_the_plain_model(tmp_path):
     model = Model()
     trainers = []
     counts = operations(lambda: trainers.append(fit(model, tmp_path)))
@@ -64,7 +62,7 @@ def test_the_trainer_runs_in_fp8_and_its_checkpoint_is_that_of_the_plain_model(t
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-def test_scales_are_updated_after_each_step_and_resume(tmp_path: Path) -> None:
+def test_scales_are_updated_after_each_step_and_resume(tmp_path):
     whole, first, resumed = Model("delayed"), Model("delayed"), Model("delayed")
     fit(whole, tmp_path)
     fit(first, tmp_path, steps=2).save_checkpoint(tmp_path / "two.ckpt")
@@ -75,13 +73,13 @@ def test_scales_are_updated_after_each_step_and_resume(tmp_path: Path) -> None:
     assert whole.losses == first.losses + resumed.losses
 
 
-def test_fabric_runs_in_fp8() -> None:
+def test_fabric_runs_in_fp8():
     fabric = lightning.Fabric(accelerator="cpu", precision="bf16-mixed")
     module = Model()
     model, optimizer = fabric.setup(module.net, torch.optim.AdamW(module.net.parameters(), 1e-2))
     losses = []
 
-    def train() -> None:
+    def train():
         for rows in ROWS.split(2):
             loss = (model(rows) - rows).square().mean()
             fabric.backward(loss)

@@ -1,8 +1,6 @@
 """LoRA adapters of PEFT on converted and on packed layers, with the library itself."""
 
 import warnings
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -12,8 +10,7 @@ from linear_examples import converted_model
 from metrics import sqnr
 from operation_counts import operations
 from other_writers import WRITERS
-from tiny_models import IDS, Folders, outputs, same_bits
-from torch import nn
+from tiny_models import IDS, outputs, same_bits
 from transformers import AutoModelForCausalLM
 
 import octavo
@@ -27,12 +24,11 @@ LAYERS, STEPS = 14, 3
 FUSED = 4 + 4 + 4 + 3  # GEMMs of two blocks: q, k, v as one and gate, up as one; no dx of the first q, k, v
 
 
-def settings(**more: Any) -> Any:
+def settings(**more):
     return peft.LoraConfig(r=4, target_modules=TARGETS, **more)
 
 
-def train(model: nn.Module) -> list[float]:
-    """The losses of steps on one batch."""
+def train(model):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
     for _ in range(STEPS):
@@ -44,14 +40,14 @@ def train(model: nn.Module) -> list[float]:
     return losses
 
 
-def check_training(model: nn.Module, gemms: int) -> None:
+def check_training(model, gemms):
     """The loss falls, only adapters train, in high precision, and each step computes so many GEMMs in FP8."""
     torch.manual_seed(0)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained
     assert all("lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
     frozen = {name: t.clone() for name, t in model.state_dict().items() if name not in trained}
-    losses: list[float] = []
+    losses = []
     counts = operations(lambda: losses.extend(train(model)))
     assert losses[-1] < losses[0] - 0.3
     assert counts["octavo::scaled_mm"] == STEPS * gemms
@@ -59,7 +55,7 @@ def check_training(model: nn.Module, gemms: int) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "gemms"), [("channel", FUSED), ("mx", LAYERS)])
-def test_adapters_train_around_a_packed_model(made: Folders, tmp_path: Path, scheme: str, gemms: int) -> None:
+def test_adapters_train_around_a_packed_model(made, tmp_path, scheme, gemms):
     folder = made("llama", scheme=scheme)
     base = octavo.load(folder)
     before = outputs(base)
@@ -79,14 +75,14 @@ def test_adapters_train_around_a_packed_model(made: Folders, tmp_path: Path, sch
     assert torch.equal(outputs(plain), before)
 
 
-def test_a_variant_that_reads_the_weight_is_refused_on_a_packed_model(made: Folders) -> None:
+def test_a_variant_that_reads_the_weight_is_refused_on_a_packed_model(made):
     with pytest.raises(ValueError, match="unsupported variant"):
         peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support(settings(use_dora=True)))
 
 
 # By PEFT alone each layer has a GEMM of y. Those after the first adapter have one of dx: not the first q, k, v.
 @pytest.mark.parametrize(("prepare", "gemms"), [(support, FUSED), (lambda config: config, LAYERS + LAYERS - 3)])
-def test_adapters_train_around_a_converted_model(made: Folders, prepare: Any, gemms: int) -> None:
+def test_adapters_train_around_a_converted_model(made, prepare, gemms):
     base = converted_model(AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32))
     model = peft.get_peft_model(base, prepare(settings()))
     with octavo.scales.cast_once(model):
@@ -100,14 +96,14 @@ def test_adapters_train_around_a_converted_model(made: Folders, prepare: Any, ge
     assert (outputs(plain) - changed).norm() < 0.3 * changed.norm()  # the merged weight is rounded to eight bits
 
 
-def test_a_model_with_adapters_is_converted_without_them(made: Folders) -> None:
+def test_a_model_with_adapters_is_converted_without_them(made):
     base = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
     model = converted_model(peft.get_peft_model(base, support(settings())), skip=["*lora_*"])
     check_training(model, FUSED)
 
 
 @pytest.mark.parametrize("wrapped", [{"modules_to_save": ["lm_head"]}, {"target_modules": [*TARGETS, "lm_head"]}])
-def test_a_head_that_peft_wraps_stays_in_high_precision(made: Folders, wrapped: dict[str, Any]) -> None:
+def test_a_head_that_peft_wraps_stays_in_high_precision(made, wrapped):
     base = AutoModelForCausalLM.from_pretrained(made("llama"))
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, **({"target_modules": TARGETS} | wrapped)))
     report = octavo.convert(model, skip=["*lora_*"])
@@ -116,7 +112,7 @@ def test_a_head_that_peft_wraps_stays_in_high_precision(made: Folders, wrapped: 
     assert set(heads.values()) == {"an output head or router (*.lm_head)"}
 
 
-def test_activation_checkpointing_computes_the_same_gradients(made: Folders) -> None:
+def test_activation_checkpointing_computes_the_same_gradients(made):
     found = []
     for checkpoints in (False, True):
         torch.manual_seed(0)
@@ -131,7 +127,7 @@ def test_activation_checkpointing_computes_the_same_gradients(made: Folders) -> 
 # ---- The gradients of adapters against PEFT in float64, on the numbers that the bytes of the base stand for
 
 
-def filled(model: Any) -> Any:
+def filled(model):
     """The model with adapters that change its output: PEFT begins with B = 0."""
     generator = torch.Generator().manual_seed(3)
     for name, p in model.named_parameters():
@@ -140,12 +136,12 @@ def filled(model: Any) -> Any:
     return model
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model):
     model(input_ids=IDS, labels=IDS).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-def check_gradients(packed: nn.Module, plain: Path, weights: dict[str, torch.Tensor], targets: list[str]) -> None:
+def check_gradients(packed, plain, weights, targets):
     """Those around a packed model against those around its `weights`, put into the model of the folder `plain`."""
     exact = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float64, experts_implementation="eager")
     for name, w in weights.items():
@@ -167,7 +163,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("writer", OTHERS)
-def test_gradients_around_folders_of_other_programs(writer: str, tmp_path: Path) -> None:
+def test_gradients_around_folders_of_other_programs(writer, tmp_path):
     """Of each layer by itself, and of the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the other programs
@@ -178,7 +174,7 @@ def test_gradients_around_folders_of_other_programs(writer: str, tmp_path: Path)
     check_gradients(octavo.load(tmp_path / "packed"), tmp_path / "plain", weights, LINEARS)
 
 
-def test_gradients_around_packed_experts(made: Folders, tmp_path: Path) -> None:
+def test_gradients_around_packed_experts(made, tmp_path):
     folder = made("qwen3moe", scheme="channel")
     unpack(folder, tmp_path / "plain")
     check_gradients(octavo.load(folder), tmp_path / "plain", {}, ["q_proj", "k_proj", "v_proj", "o_proj"])

@@ -2,15 +2,12 @@
 
 import os
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torchtitan_examples as titan
-from operation_counts import operations
+from operation_counts import Traffic, operations
 from ranks import run_ranks
-from traffic import Traffic
 
 import octavo
 from octavo.integrations.torchtitan import FP8Converter, FP8Linear, SelectiveAC
@@ -21,7 +18,7 @@ LINEARS, STEPS = 6 * 5, 3
 
 
 @pytest.fixture(autouse=True)
-def _leave_the_group() -> Iterator[None]:
+def _leave_the_group():
     """Restores what torchtitan's start changes: the environment that names the group, and the group."""
     before = dict(os.environ)
     yield
@@ -31,14 +28,14 @@ def _leave_the_group() -> Iterator[None]:
         del os.environ[name]
 
 
-def fp8(**settings: Any) -> Any:
+def fp8(**settings):
     return FP8Converter.Config(**settings)
 
 
-def test_the_trainer_runs_in_fp8() -> None:
+def test_the_trainer_runs_in_fp8():
     trainer = titan.make_trainer(converters=[fp8()])
     (model,) = trainer.model_parts
-    losses: list[float] = []
+    losses = []
     counts = operations(lambda: losses.extend(titan.train(trainer, STEPS)))
     assert counts["octavo::scaled_mm"] == STEPS * LINEARS * 4  # y, y again for its checkpoint, dx, dw
     assert losses[-1] < losses[0] - 0.2
@@ -46,12 +43,12 @@ def test_the_trainer_runs_in_fp8() -> None:
     assert [module for module in linears if not isinstance(module, FP8Linear)] == [model.lm_head]
 
 
-def test_selective_checkpointing_saves_the_gemms() -> None:
+def test_selective_checkpointing_saves_the_gemms():
     trainer = titan.make_trainer(converters=[fp8(skip=["*.w2"])], activation_checkpoint=SelectiveAC.Config())
     assert operations(lambda: titan.train(trainer, 1))["octavo::scaled_mm"] == (LINEARS - 6) * 3
 
 
-def test_blocks_compile_as_one_graph_each() -> None:
+def test_blocks_compile_as_one_graph_each():
     torch._dynamo.utils.counters.clear()
     trainer = titan.make_trainer(converters=[fp8()], compile=titan.CompileConfig(enable=True, backend="aot_eager"))
     losses = titan.train(trainer, STEPS)
@@ -59,19 +56,19 @@ def test_blocks_compile_as_one_graph_each() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_adapters_of_torchtitan_train_around_fp8_layers() -> None:
+def test_adapters_of_torchtitan_train_around_fp8_layers():
     lora = titan.LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wqkv", "wo"])
     trainer = titan.make_trainer(converters=[fp8(), lora])
     (model,) = trainer.model_parts
     trained = {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"lora_a", "lora_b"}
-    losses: list[float] = []
+    losses = []
     counts = operations(lambda: losses.extend(titan.train(trainer, STEPS)))
     assert losses[-1] < losses[0] - 0.01
     assert counts["octavo::scaled_mm"] == STEPS * (3 * LINEARS - 1)  # no dw; no dx of the first layer
 
 
-def test_delayed_scales_are_updated_after_each_step() -> None:
+def test_delayed_scales_are_updated_after_each_step():
     trainer = titan.make_trainer(converters=[fp8(recipe="delayed")])
     titan.train(trainer, STEPS)
     scales = octavo.scales.scale_state(trainer.model_parts[0])
@@ -79,7 +76,7 @@ def test_delayed_scales_are_updated_after_each_step() -> None:
     assert {int(t) for name, t in scales.items() if name.endswith(".steps")} == {STEPS}
 
 
-def serve_store(rank: int) -> torch.distributed.TCPStore | None:
+def serve_store(rank):
     """Tell torchtitan, as torchrun does, that its store is there: rank 0 has it, on a port that the system chose."""
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     ports = [0 if store is None else store.port]
@@ -88,7 +85,7 @@ def serve_store(rank: int) -> torch.distributed.TCPStore | None:
     return store
 
 
-def two_ranks(rank: int) -> list[tuple[list[float], int]]:
+def two_ranks(rank):
     """The losses, and the bytes that the all-gathers of the last step send, in BF16 and in FP8."""
     warnings.filterwarnings("ignore", "DTensor .* may not have complete support")
     results, stores = [], []
@@ -103,7 +100,7 @@ def two_ranks(rank: int) -> list[tuple[list[float], int]]:
     return results
 
 
-def test_sharded_weights_are_gathered_in_eight_bits() -> None:
+def test_sharded_weights_are_gathered_in_eight_bits():
     (bf16, wide), (losses, sent) = run_ranks(2, two_ranks)[0]
     assert losses == pytest.approx(bf16, abs=0.05)
     assert losses[-1] < losses[0] - 0.5
@@ -111,7 +108,7 @@ def test_sharded_weights_are_gathered_in_eight_bits() -> None:
     assert sent - (wide - converted) < 0.51 * converted  # the rows are short: a scale is 0.8 % of a row
 
 
-def divided(rank: int) -> None:
+def divided(rank):
     """Two ranks that share layers get the losses and gradients of BF16, and send each gradient where it belongs."""
     warnings.filterwarnings("ignore", "DTensor .* may not have complete support")
     by_tp = titan.ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
@@ -120,7 +117,7 @@ def divided(rank: int) -> None:
         stores.append(serve_store(rank))
         torch.distributed.destroy_process_group()
         trainer = titan.make_trainer(rank, 2, converters=converters, parallelism=by_tp)
-        losses: list[float] = []
+        losses = []
         counts = operations(lambda losses=losses, trainer=trainer: losses.extend(titan.train(trainer, 1)))
         assert counts["octavo::scaled_mm"] == (LINEARS * 4 if converters else 0)
         gradients = {n: p.grad.full_tensor() for n, p in trainer.model_parts[0].named_parameters()}
@@ -137,24 +134,24 @@ def divided(rank: int) -> None:
         titan.make_trainer(rank, 2, converters=[fp8()], parallelism=wrong)
 
 
-def test_two_ranks_share_layers() -> None:
+def test_two_ranks_share_layers():
     run_ranks(2, divided)
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # torchtitan's router asks for float32
-def test_experts_run_in_fp8() -> None:
+def test_experts_run_in_fp8():
     mixture = titan.qwen3.model_registry("debugmodel_moe", converters=[fp8()])
     trainer = titan.make_trainer(converters=[], model_spec=mixture)
-    losses: list[float] = []
+    losses = []
     counts = operations(lambda: losses.extend(titan.train(trainer, STEPS)))
     assert counts["octavo::grouped_mm"] > 0
     assert losses[-1] < losses[0] - 0.2
 
 
-def test_layers_that_gain_nothing_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: set[Any] = set()
+def test_layers_that_gain_nothing_stay_as_they_are(monkeypatch):
+    asked = set()
 
-    def speedups(recipe: Any, backends: Any, device: Any, shapes: set[Any]) -> Speedups:
+    def speedups(recipe, backends, device, shapes):
         asked.update(shapes)
         return Speedups({shape: 1.5 if shape[2] > 256 else 1.0 for shape in shapes}, "given by the test")
 
@@ -168,7 +165,7 @@ def test_layers_that_gain_nothing_stay_as_they_are(monkeypatch: pytest.MonkeyPat
         titan.model_registry("debugmodel", converters=[fp8(only_if_faster=True)])
 
 
-def test_bad_settings_are_refused() -> None:
+def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="unknown recipe 'fp9'"):
         titan.model_registry("debugmodel", converters=[fp8(recipe="fp9")])
     with pytest.raises(ValueError, match="matches no linear layer; the model has 31, named 'lm_head', 'layers.0"):

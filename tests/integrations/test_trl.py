@@ -1,9 +1,7 @@
 """TRL's GRPOTrainer with answers from a served model, with the library itself."""
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -22,7 +20,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor 
 
 
 @pytest.fixture
-def tokenizer() -> Any:
+def tokenizer():
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -31,12 +29,12 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, pad_token_id=0, eos_token_id=1)).bfloat16()
 
 
-def serve(model: Any, folder: Path) -> Any:
+def serve(model, folder):
     model.save_pretrained(folder / "bf16")
     pack(folder / "bf16", folder / "packed", scheme="channel")
     return octavo.load(folder / "packed")
@@ -52,7 +50,7 @@ def test_a_trainer_of_trl_gets_answers_of_the_weights_that_it_trains(model, toke
     octavo.convert(model, "rowwise_forward")
     rollouts, checksums, seen = Rollouts(served), [], []
 
-    def reward(completions: Any, completion_ids: Any, **_: Any) -> list[float]:
+    def reward(completions, completion_ids, **_):
         fresh = copy.deepcopy(served)
         checksums.append((rollouts.pushed.checksum, push(trainer.model, fresh).checksum))
         seen.extend(completion_ids)
@@ -72,7 +70,7 @@ def test_a_trainer_of_trl_gets_answers_of_the_weights_that_it_trains(model, toke
     assert all(1 <= len(ids) <= 6 for ids in seen)
 
 
-def test_answers_are_those_of_each_prompt_alone(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_answers_are_those_of_each_prompt_alone(model, tokenizer, tmp_path):
     served = serve(model, tmp_path)
     config = copy.deepcopy(served.generation_config)
     config.update(do_sample=False, max_new_tokens=5, pad_token_id=0, eos_token_id=[1])
@@ -80,6 +78,6 @@ def test_answers_are_those_of_each_prompt_alone(model: Any, tokenizer: Any, tmp_
     assert sample(served, prompts, config) == [sample(served, [prompt], config)[0] for prompt in prompts]
 
 
-def test_vllm_beside_it_is_refused() -> None:
+def test_vllm_beside_it_is_refused():
     with pytest.raises(ValueError, match="leave use_vllm"):
         Rollouts(None)(["w1"], SimpleNamespace(use_vllm=True))

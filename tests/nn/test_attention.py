@@ -5,8 +5,8 @@ import copy
 import attention_fp8_oracle as oracle
 import pytest
 import torch
+from generation_examples import model_of
 from gpus import poison
-from kv_cache_examples import model_of
 from linear_examples import converted_model
 from metrics import sqnr
 from operation_counts import operations

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from operation_counts import operations
+from operation_counts import LiveMemory, operations
 from ranks import run_ranks
-from support.live_memory import LiveMemory
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

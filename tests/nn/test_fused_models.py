@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from linear_examples import converted_model
-from operation_counts import operations
+from operation_counts import LiveMemory, operations
 from ranks import run_ranks
-from support.live_memory import LiveMemory
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

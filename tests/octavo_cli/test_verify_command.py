@@ -3,10 +3,8 @@
 import json
 import re
 import shutil
-from datetime import datetime, tzinfo
+from datetime import datetime
 from html import escape
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -19,14 +17,14 @@ from octavo.packing import pack
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("a <b>folder & more")
     model = make_model(root / "llama", "llama")
     (root / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 30)
     return {"model": model, "packed": pack(model, root / "packed").folder, "text": root / "text.txt"}
 
 
-def arguments(folders: dict[str, Path], *more: Any) -> list[Any]:
+def arguments(folders, *more):
     """The command line that verifies the folder on prompts, with more options."""
     defaults = {"--against": folders["model"], "--samples": 8, "--context": 48}
     options = [word for option, value in defaults.items() if option not in more for word in (option, value)]
@@ -35,7 +33,7 @@ def arguments(folders: dict[str, Path], *more: Any) -> list[Any]:
 
 class Noon(datetime):
     @classmethod
-    def now(cls, tz: tzinfo | None = None) -> "Noon":
+    def now(cls, tz=None):
         return cls(2030, 1, 2, 12, tzinfo=tz)
 
 
@@ -80,7 +78,7 @@ def test_the_live_model(octavo, printed, folders, monkeypatch):
     out = printed("verify", folders["packed"], "--live")
     assert "live: 0 faults; y of 15 linear layers and dx of 0 compared; products in FP8" in out
 
-    def load(*args: Any) -> Any:
+    def load(*args):
         model = load_packed(*args)
         model.model.layers[1].mlp.up_proj.weight_scale[3] = 0
         return model
@@ -91,7 +89,7 @@ def test_the_live_model(octavo, printed, folders, monkeypatch):
     assert "has a scale that is NaN, infinite, zero or negative" in " ".join(out.split())
 
 
-def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_over_budget(octavo, folders, tmp_path):
     code, out, err = octavo(*arguments(folders, "--budget", "kl=1e-9", "--html", tmp_path / "r.html"))
     assert code == 1
     assert err == ""

@@ -4,9 +4,6 @@ The numbers are compared with Q8_0 as its definition has it, written down here i
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -17,7 +14,6 @@ from metrics import distance
 from packed_examples import LLAMA, lively, write_run
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from verify_examples import change_json, change_tensors
@@ -33,7 +29,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 257,
     "rms_norm_eps": 1e-5,
 }  # fmt: skip
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+KINDS = {
     "llama": ("Llama", {}),
     "llama biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama wide heads": ("Llama", {"head_dim": 32}),
@@ -49,10 +45,10 @@ LLAMA3 = (
 TEXT = ["The clerk's 1234 forms, größer than 99:\n\n  done! ", "It's 7 o'clock and we'll go."] * 9
 
 
-def tokenizer(pre: str = "gpt-2") -> Tokenizer:
+def tokenizer(pre="gpt-2"):
     """A byte-level BPE of 256 bytes, two special tokens, an added word and some merges, that cuts texts as `pre`."""
     made = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    cut: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre != "gpt-2":
         split = pre_tokenizers.Split(Regex(LLAMA3 if pre == "llama-bpe" else LLAMA3.replace("{1,3}", "")), "isolated")
         cut = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -68,7 +64,7 @@ def tokenizer(pre: str = "gpt-2") -> Tokenizer:
     return made
 
 
-def write_model(path: Path, name: str, pre: str = "gpt-2", **change: Any) -> Path:
+def write_model(path, name, pre="gpt-2", **change):
     torch.manual_seed(0)
     kind, settings = KINDS[name]
     words = tokenizer(pre)
@@ -82,7 +78,7 @@ def write_model(path: Path, name: str, pre: str = "gpt-2", **change: Any) -> Pat
     return path
 
 
-def q8_0(weight: Tensor) -> Tensor:
+def q8_0(weight):
     """Blocks of 32: d = amax / 127, q = w / d rounded away from zero at one half, d itself rounded to float16."""
     blocks = weight.float().reshape(-1, 32)
     d = blocks.abs().amax(1, keepdim=True) / 127
@@ -91,7 +87,7 @@ def q8_0(weight: Tensor) -> Tensor:
     return (q * d.half().double()).reshape(weight.shape).float()
 
 
-def expected(folder: Path, weights: str) -> Any:
+def expected(folder, weights):
     """transformers' model of `folder` in float32, its numbers as the file is to have them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -103,7 +99,7 @@ def expected(folder: Path, weights: str) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any) -> Tensor:
+def logits(model):
     return model(torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(3))).logits.double()
 
 
@@ -134,7 +130,7 @@ def test_transformers_runs_what_we_write(tmp_path, name, weights):
     assert distance(logits(theirs.eval()), wanted) < 1e-6
 
 
-def fields(path: Path) -> dict[str, Any]:
+def fields(path):
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
@@ -190,7 +186,7 @@ def test_the_tokenizer_is_the_same(tmp_path, pre):
             assert theirs.encode(text, add_special_tokens=False) == ids
 
 
-def pieces(folder: Path, drop: int | None = None, swap: bool = False) -> Tokenizer:
+def pieces(folder, drop=None, swap=False):
     """A tokenizer as Llama 2's: bytes, letters, pieces, each with all its merges; one may lack, or two be exchanged."""
     words = ["▁t", "▁th", "he", "▁the", "er", "rm", "orm", "▁f", "▁form", "▁forms", "99", "▁▁", "cl", "ler"]
     letters = sorted({c for text in TEXT for c in text.replace(" ", "▁") if c not in "öß\n"} | set("".join(words)))
@@ -263,11 +259,11 @@ def test_a_run_of_ours(tmp_path):
 # ---- what cannot be written
 
 
-def edited(change: Callable[[dict[str, Any]], Any], file: str = "config.json") -> Callable[[Path], None]:
+def edited(change, file="config.json"):
     return lambda folder: change_json(folder / file, change)
 
 
-def weight_of(value: float) -> Callable[[Path], None]:
+def weight_of(value):
     return lambda folder: change_tensors(folder, lambda t: t["model.embed_tokens.weight"][5, 5].fill_(value))
 
 
@@ -313,7 +309,7 @@ def test_sizes_without_whole_blocks(tmp_path):
 def test_a_disk_that_refuses(tmp_path, monkeypatch, error):
     source = write_model(tmp_path / "source", "llama")
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise error
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)

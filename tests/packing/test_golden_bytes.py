@@ -16,14 +16,9 @@ from verify_examples import complaints
 
 from octavo.checkpoint.files import SHARD_BYTES
 from octavo.packing import pack
-from octavo.verification.verifier import Verification
 
+pytestmark = pytest.mark.usefixtures("no_readers")
 GOLDEN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("golden_bytes.json").read_text())
-
-
-@pytest.fixture(autouse=True)
-def _no_readers(monkeypatch):
-    monkeypatch.setattr(Verification, "try_readers", lambda self: None)
 
 
 @pytest.mark.parametrize("name", golden_models.MODELS)

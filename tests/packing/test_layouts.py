@@ -125,7 +125,6 @@ def test_a_scheme_and_a_layout_are_registered(made, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A BF16 model, and its packings."""
     root = tmp_path_factory.mktemp("folders")
     make_model(root / "bf16", "qwen2", num_hidden_layers=1, tie_word_embeddings=False)
     for scheme in ("channel", "tensor", "block", "mx"):

@@ -15,7 +15,6 @@ import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from other_writers import know_caches
 from packed_examples import load_float32, small_shards, write_run
 from safetensors.torch import load_file, save_file
 from tiny_models import IDS, IMAGE_MODELS, make_model, open_theirs, outputs, same_bits, write_text
-from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from verify_examples import change_tensors
 
@@ -53,7 +51,7 @@ def test_transformers_with_our_token_scales_gives_our_logits(example, monkeypatc
     median over them. With another token scale every one of them is off by some percent.
     """
 
-    def by_token(value: Tensor, args: Any, module: nn.Module, global_scale: None) -> tuple[Tensor, Tensor]:
+    def by_token(value, args, module, global_scale):
         scale = value.abs().amax(-1, keepdim=True) / 448
         if ROW_X.power_of_two:
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
@@ -70,7 +68,7 @@ def test_transformers_with_our_token_scales_gives_our_logits(example, monkeypatc
 def test_the_report_counts_what_is_on_disk(tmp_path):
     config = LlamaConfig(256, layers=1, width=256, heads=4, kv_heads=4, mlp_width=704, context=32)
     run, out = write_run(tmp_path / "run", Llama(config), config.to_hf()), tmp_path / "out"
-    seen: list[tuple[int, int]] = []
+    seen = []
     report = pack(run, out, progress=lambda *done: seen.append(done[:2]))
     linear = 4 * 256 * 256 + 3 * 256 * 704
     assert report.bf16_bytes == 2 * linear
@@ -165,10 +163,10 @@ def test_a_sharded_source_is_read_tensor_by_tensor(made, tmp_path, monkeypatch):
     source = tmp_path / "source"
     AutoModelForCausalLM.from_pretrained(made("llama"), dtype="auto").save_pretrained(source, max_shard_size="200KB")
     assert len(list(source.glob("*.safetensors"))) > 2
-    alive: list[Any] = []
+    alive = []
     get = ShardReader.get
 
-    def counted(self: ShardReader, name: str) -> Tensor:
+    def counted(self, name):
         alive[:] = [t for t in alive if t() is not None]
         assert len(alive) <= 1  # the one before is still a local
         tensor = get(self, name)
@@ -235,7 +233,7 @@ SPECTROGRAMS = torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(5)
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 
 
-def compute(model: Any, name: str) -> Tensor:
+def compute(model, name):
     """The outputs for images, or of a decoder, which is given other tokens than the encoder, or sounds."""
     if name in IMAGE_MODELS:
         return outputs(model, IMAGES.to(model.dtype))
@@ -255,7 +253,7 @@ def test_layers_that_transformers_quantizes_in_no_way_stay_in_bf16(made, name, p
 
 
 @torch.no_grad()
-def dequantized(model: Path, packed: Path) -> Any:
+def dequantized(model, packed):
     """transformers' `model` in float32, with weight * scale of the folder `packed`, by row, in place of each weight."""
     theirs, stored = open_theirs(model, torch.float32), load_file(packed / "model.safetensors")
     for name, scale in stored.items():
@@ -304,7 +302,7 @@ def test_a_budget_of_kl(made, tmp_path):
 # ---- A pretrained sentence encoder (all-MiniLM-L6-v2), packed: how far its embeddings move
 
 
-def paragraphs(count: int) -> list[str]:
+def paragraphs(count):
     """English from the documentation that Python brings along."""
     found = (text.strip() for topic in topics.values() for text in topic.split("\n\n"))
     return [text for text in found if 300 < len(text) < 900][: 4 * count : 4]
@@ -317,7 +315,7 @@ def folder():
 
 
 @torch.no_grad()
-def embed(model: Any, folder: Path) -> Tensor:
+def embed(model, folder):
     """The mean of the last hidden states, [texts, width] in float64. sentence-transformers calls `forward`, and
     compressed-tensors would widen the weights in a hook of the whole call."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -383,7 +381,7 @@ def test_a_budget_of_cosine_is_held(folder, exact, tmp_path):
 @pytest.mark.parametrize("name", ["vit", "whisper"])
 def test_static_scales_from_batches(made, tmp_path, name):
     sounds = {"input_features": SPECTROGRAMS.bfloat16(), "decoder_input_ids": IDS}
-    batches: list[Any] = [IMAGES, IMAGES * 2] if name == "vit" else [sounds]
+    batches = [IMAGES, IMAGES * 2] if name == "vit" else [sounds]
     scales = octavo.scales.freeze_scales(octavo.load(made(name, scheme="channel")), batches)
     assert set(pack(made(name), tmp_path / "out", input_scales=scales).packed.values()) == {"static"}
     assert verify(tmp_path / "out", made(name)).ok

@@ -7,8 +7,6 @@ every folder here, and the bytes of the source.
 import json
 import shutil
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,11 +37,11 @@ def sources(tmp_path_factory):
     return {kind: make_model(root / kind, kind, **sizes) for kind in KINDS}
 
 
-def is_expert(name: str) -> bool:
+def is_expert(name):
     return ".experts." in name
 
 
-HOW: dict[str, dict[str, Any]] = {
+HOW = {
     "channel": {"scheme": "channel"},
     "block": {"scheme": "block"},
     "fp8": {"scheme": "block", "layout": "fp8"},
@@ -92,7 +90,7 @@ def test_experts_that_are_linear_layers_of_several_blocks_are_packed_and_convert
     assert same_bytes(packed, tmp_path / "again")
 
 
-def same_stacks(folder: Path) -> bool:
+def same_stacks(folder):
     """Whether transformers has the experts of our reader, and about its logits."""
     ours, theirs = octavo.load(folder), open_theirs(folder)
     expected = theirs.state_dict()
@@ -213,7 +211,7 @@ def test_the_experts_of_a_packed_mixture_keep_their_bits(made, tmp_path, kind, h
 
 
 def test_other_programs_are_told_that_experts_are_not_packed(made):
-    def settings(**how: str) -> Any:
+    def settings(**how):
         return json.loads((made("mixtral", **how) / "config.json").read_text())["quantization_config"]
 
     routers = [f"model.layers.{i}.block_sparse_moe.gate" for i in range(2)]
@@ -239,7 +237,7 @@ def test_a_missing_expert_is_named(made, tmp_path):
         open_source(model)
 
 
-def pack_experts(folder: Path) -> None:
+def pack_experts(folder):
     """Every linear layer and every expert of a folder in 128 x 128 blocks, as DeepSeek and Qwen pack them."""
     tensors = load_file(folder / "model.safetensors")
     for name, w in list(tensors.items()):
@@ -299,7 +297,6 @@ def promotion(layer, step=5, to="bf16"):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of seven steps."""
     model = lively(Llama(LlamaConfig(**LLAMA)))
     return write_run(tmp_path / "run", model, model.config.to_hf(), recipe="rowwise")
 

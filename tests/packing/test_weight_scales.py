@@ -3,8 +3,6 @@
 import json
 import shutil
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,9 +10,9 @@ import pytest
 import torch
 from packed_examples import load_float32, write_run
 from safetensors.torch import load_file, save_file
-from saved_checkpoints import save_checkpoint
+from saved_checkpoints import save_checkpoint, state_of
 from tiny_models import make_model, open_theirs, outputs, same_bits
-from torch import Tensor, nn
+from torch import nn
 
 from octavo import convert
 from octavo.calibration import calibrate
@@ -29,16 +27,15 @@ from octavo.ops import quantize
 from octavo.packing import pack, scale_search
 from octavo.recipe import delayed
 from octavo.scales import update_scales
-from octavo.train.optimizer import first_state
-from octavo.train.saving import TrainState, load_checkpoint
+from octavo.train.saving import load_checkpoint
 
-CONFIGS: dict[str, Any] = {
+CONFIGS = {
     "llama": LlamaConfig(256, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=48),
     "gpt2": GPT2Config(256, 2, 64, 4, 48),
 }
 
 
-def build(name: str) -> Any:
+def build(name):
     """A model by `delayed`, which has no margin, so that weights outgrow their scales."""
     torch.manual_seed(0)
     model = Llama(CONFIGS[name]) if name == "llama" else GPT2(CONFIGS[name])
@@ -46,20 +43,14 @@ def build(name: str) -> Any:
     return model
 
 
-def state_of(model: nn.Module) -> TrainState:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    optimizer.state.update({p: first_state(optimizer, p) for p in model.parameters()})
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"), "data")
-
-
-def tokens(seed: int) -> Tensor:
+def tokens(seed):
     return torch.randint(256, (4, 24), generator=torch.Generator().manual_seed(seed))
 
 
-def train(root: Path, name: str) -> Path:
+def train(root, name):
     """A run's folder after four steps, whose weights have outgrown the scales of the last."""
     model = build(name)
-    state = state_of(model.train())
+    state = state_of(model.train(), 3e-3)
     for step in range(4):
         batch = tokens(step)
         loss = nn.functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
@@ -77,10 +68,10 @@ def train(root: Path, name: str) -> Path:
     return run
 
 
-def restored(run: Path, name: str) -> Any:
+def restored(run, name):
     """The model that goes on training, in evaluation; every layer runs by itself, as the packed model's do."""
     model = build(name)
-    load_checkpoint(RunFolder(run).newest(), state_of(model))
+    load_checkpoint(RunFolder(run).newest(), state_of(model, 3e-3))
     for module in model.modules():
         module.register_forward_hook(lambda *_: None)
     return model.eval()
@@ -189,7 +180,7 @@ def packing(source, tmp_path_factory):
     return make
 
 
-def errors(packed: Path, source: Path, scheme: str) -> dict[str, float]:
+def errors(packed, source, scheme):
     """The squared error of each packed weight, as transformers widens it; mx, which is exact in BF16, in that alone."""
     theirs = open_theirs(packed, torch.bfloat16 if scheme == "mx" else torch.float32)
     plain = load_file(source / "model.safetensors")
@@ -252,14 +243,14 @@ CASTS = {scheme.name: scheme.weight for scheme in SCHEMES.values() if scheme.nam
 CASTS |= {"channel pow2": Cast(scale="pow2"), "group64 pow2": Cast(granularity=group(64), scale="pow2")}
 
 
-def blocks(w: Tensor, scale: Tensor, cast: Cast) -> list[tuple[tuple[int, ...], Tensor]]:
+def blocks(w, scale, cast):
     """Each block of `w` with the place of its scale."""
     r, c = cast.granularity.block(tuple(w.shape))
     rows, cols = scale.shape
     return [((i, j), w[i * r : (i + 1) * r, j * c : (j + 1) * c]) for i in range(rows) for j in range(cols)]
 
 
-def rounding_error(w: Tensor, scale: float, cast: Cast) -> float:
+def rounding_error(w, scale, cast):
     exact = w.double().numpy() / scale
     if cast.format == "int8":
         return float(((np.clip(np.rint(exact), -127, 127) - exact) ** 2).sum()) * scale**2

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from operation_counts import saved_tensors
-from support.live_memory import LiveMemory
+from operation_counts import LiveMemory, saved_tensors
 from torch import nn
 
 import octavo

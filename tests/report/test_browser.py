@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from patience import HANG
@@ -26,10 +24,10 @@ pytestmark = pytest.mark.slow
 class Browser:
     """One tab. `open` shows a page, and fails on an error on its console and on a request other than for the page."""
 
-    def __init__(self, driver) -> None:
+    def __init__(self, driver):
         self.driver = driver
 
-    def open(self, path: Path) -> None:
+    def open(self, path):
         """Show the page in a window of 1200 x 900 pixels, and wait until it is drawn."""
         size = {"width": 1200, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -39,7 +37,7 @@ class Browser:
         WebDriverWait(self.driver, HANG, 0.02).until(lambda _: self.run("document.documentElement.dataset.drawn"))
         self.check()
 
-    def check(self) -> None:
+    def check(self):
         """Fail if the console has a message, or if anything but one file was requested since `open`."""
         assert self.driver.get_log("browser") == []
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
@@ -47,27 +45,27 @@ class Browser:
         assert [url for url in urls if not url.startswith("file:")] == []
         assert len(urls) <= 1
 
-    def theme(self, name: str) -> None:
+    def theme(self, name):
         features = [{"name": "prefers-color-scheme", "value": name}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
-    def run(self, expression: str, *arguments):
+    def run(self, expression, *arguments):
         """The value of an expression of JavaScript; its arguments are `arguments[0]`, ..."""
         return self.driver.execute_script(f"return {expression}", *arguments)
 
-    def find(self, selector: str):
+    def find(self, selector):
         return self.driver.find_element("css selector", selector)
 
-    def text(self, selector: str) -> str:
+    def text(self, selector):
         return str(self.run("document.querySelector(arguments[0]).textContent", selector))
 
-    def wait_for(self, selector: str, text: str) -> str:
+    def wait_for(self, selector, text):
         """The text of an element as soon as it has `text`. A chart follows the mouse in its next frame."""
         wait = WebDriverWait(self.driver, HANG, 0.02)
         wait.until(lambda _: text in self.text(selector), f"no {text!r} in {selector}")
         return self.text(selector)
 
-    def point(self, selector: str, right: float, down: float, *, click: bool = False) -> None:
+    def point(self, selector, right, down, *, click=False):
         """Move the mouse into an element: shares of its width and height from its top left corner."""
         element = self.find(selector)
         self.run("arguments[0].scrollIntoView({block: 'center'})", element)
@@ -76,13 +74,12 @@ class Browser:
         actions = ActionChains(self.driver, duration=0).move_to_element_with_offset(element, *offset)
         (actions.click() if click else actions).perform()
 
-    def press(self, *keys: str) -> None:
-        """Type into the element that has the focus."""
+    def press(self, *keys):
         self.driver.switch_to.active_element.send_keys(*keys)
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     """A headless Chromium: Debian's packages chromium and chromium-driver, or any others on the PATH. Without it the
     test is skipped; in CI (the environment variable CI) it fails."""
     program, chromedriver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
@@ -110,7 +107,7 @@ FOCUSED = """(e) => [
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory):
     """Two runs, of which the first was watched: 73 layers as in GPT-2 124M, 2,000 steps, a sample every 50."""
     root = tmp_path_factory.mktemp("report")
     runs = [make_run(root / "rowwise", layers=73, steps=2000, interval=50), root / "bf16"]
@@ -120,12 +117,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def choose(browser: Browser, control: str, value: str) -> None:
+def choose(browser, control, value):
     script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('change'))"
     browser.driver.execute_script(script, browser.find(f"#{control}"), value)
 
 
-def test_the_charts_are_drawn(browser: Browser, page: Path) -> None:
+def test_the_charts_are_drawn(browser, page):
     assert page.stat().st_size < 5e6
     browser.open(page)
     canvases = browser.run("[...document.querySelectorAll('figure canvas')].map(c => c.width * c.height)")
@@ -137,7 +134,7 @@ def test_the_charts_are_drawn(browser: Browser, page: Path) -> None:
         assert browser.driver.execute_script(script) > 10, chart
 
 
-def test_the_values_under_the_mouse_are_said(browser: Browser, page: Path) -> None:
+def test_the_values_under_the_mouse_are_said(browser, page):
     browser.open(page)
     browser.point("#loss .u-over", 0.5, 0.5)
     found = browser.wait_for("#loss .readout", "rowwise 3.")
@@ -153,7 +150,7 @@ def test_the_values_under_the_mouse_are_said(browser: Browser, page: Path) -> No
     browser.check()
 
 
-def test_a_line_can_be_hidden_and_a_chart_be_logarithmic(browser: Browser, page: Path) -> None:
+def test_a_line_can_be_hidden_and_a_chart_be_logarithmic(browser, page):
     browser.open(page)
     buttons = browser.driver.find_elements("css selector", "#loss .legend button")
     assert [button.text for button in buttons] == ["rowwise", "rowwise evaluation", "bf16", "bf16 evaluation"]
@@ -172,7 +169,7 @@ def test_a_line_can_be_hidden_and_a_chart_be_logarithmic(browser: Browser, page:
     browser.check()
 
 
-def test_the_filter_hides_layers_everywhere(browser: Browser, page: Path) -> None:
+def test_the_filter_hides_layers_everywhere(browser, page):
     browser.open(page)
     browser.find("#filter").send_keys("layers.1. MLP")
     assert browser.text("#shown") == "2 of 73 layers"
@@ -189,7 +186,7 @@ def test_the_filter_hides_layers_everywhere(browser: Browser, page: Path) -> Non
     browser.check()
 
 
-def test_an_event_leads_to_its_cell(browser: Browser, page: Path) -> None:
+def test_an_event_leads_to_its_cell(browser, page):
     browser.open(page)
     events = browser.driver.find_elements("css selector", "tr button")
     assert [button.text for button in events] == ["model.layers.0.attn.v_proj"]
@@ -199,7 +196,7 @@ def test_an_event_leads_to_its_cell(browser: Browser, page: Path) -> None:
     assert browser.run("document.activeElement.closest('figure').id") == "heat"
 
 
-def test_everything_is_reached_and_moved_by_keys(browser: Browser, page: Path) -> None:
+def test_everything_is_reached_and_moved_by_keys(browser, page):
     browser.open(page)
     reached = []
     while len(reached) < 60:
@@ -228,7 +225,7 @@ def test_everything_is_reached_and_moved_by_keys(browser: Browser, page: Path) -
     browser.check()
 
 
-def test_each_chart_has_its_data_as_a_table(browser: Browser, page: Path) -> None:
+def test_each_chart_has_its_data_as_a_table(browser, page):
     browser.open(page)
     rows = {}
     for chart, head in (("loss", "step"), ("heat", "layer"), ("histogram", "magnitude")):
@@ -244,7 +241,7 @@ def test_each_chart_has_its_data_as_a_table(browser: Browser, page: Path) -> Non
     assert rows["histogram"][1][1] == "50 %"
 
 
-def test_inf_and_nan_are_said(browser: Browser, tmp_path: Path) -> None:
+def test_inf_and_nan_are_said(browser, tmp_path):
     losses = {1: 2.0, 2: None, 3: 1.5}
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in losses.items()]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
@@ -258,7 +255,7 @@ def test_inf_and_nan_are_said(browser: Browser, tmp_path: Path) -> None:
     browser.check()
 
 
-def test_a_page_of_one_step_takes_every_key(browser: Browser, tmp_path: Path) -> None:
+def test_a_page_of_one_step_takes_every_key(browser, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(page_of_runs(read_runs([make_run(tmp_path / "run", layers=4, steps=1, interval=1)])).html())
     browser.open(path)
@@ -270,7 +267,7 @@ def test_a_page_of_one_step_takes_every_key(browser: Browser, tmp_path: Path) ->
     browser.check()
 
 
-def test_the_page_of_verify(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_of_verify(browser, tmp_path):
     layers = [LayerReport(f"layer.{i}", "e4m3 row", (64, 64), 30.0 + i, 20.0 + i) for i in range(12)]
     report = Report(tmp_path / "packed", tmp_path / "model", "LlamaForCausalLM", layers=layers)
     path = tmp_path / "verify.html"

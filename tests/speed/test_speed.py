@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from tiny_models import Folders
-from torch import Tensor
 
 from octavo.speed import Grid, Row, time_generation
 
@@ -13,8 +11,7 @@ CPU = torch.device("cpu")
 SMALL = ("--time", "--length", "8,16", "--batch", "1,2", "--count", 6, "--rounds", 2, "--device", "cpu")
 
 
-def counting(ids: Tensor, tokens: int) -> Tensor:
-    """New tokens 0, 1, 2, ..."""
+def counting(ids, tokens):
     return torch.arange(tokens).expand(len(ids), -1)
 
 
@@ -26,15 +23,15 @@ def counting(ids: Tensor, tokens: int) -> Tensor:
     [(11, [4.0, 3.0, 99.0], 4 * 10 / (4.0 - 2.0)), (1, [], None), (11, [2.0], None)],
     ids=["decoding alone", "the first token alone", "times that are noise"],
 )
-def test_tokens_per_second(tokens: int, whole: list[float], rate: float | None) -> None:
+def test_tokens_per_second(tokens, whole, rate):
     row = Row("a", 4, 128, tokens, prompt_seconds=[1.0, 9.0, 2.0], whole_seconds=whole)
     assert (row.first_token_seconds, row.tokens_per_second) == (2.0, rate)
 
 
-def test_every_size_is_called_once_before_its_rounds() -> None:
-    calls: list[tuple[int, int, int]] = []
+def test_every_size_is_called_once_before_its_rounds():
+    calls = []
 
-    def generate(ids: Tensor, tokens: int) -> Tensor:
+    def generate(ids, tokens):
         assert 0 <= int(ids.min()) <= int(ids.max()) < 7
         calls.append((*ids.shape, tokens))
         return counting(ids, tokens)
@@ -47,11 +44,11 @@ def test_every_size_is_called_once_before_its_rounds() -> None:
     assert all((row.warm_up_seconds or 0) > 0 for row in rows)
 
 
-def test_one_new_token_and_memory_that_does_not_suffice() -> None:
+def test_one_new_token_and_memory_that_does_not_suffice():
     [row] = time_generation(counting, Grid([2], [8], 1, 2), 7, CPU)
     assert (len(row.prompt_seconds), row.whole_seconds) == (2, [])
 
-    def generate(ids: Tensor, tokens: int) -> Tensor:
+    def generate(ids, tokens):
         if len(ids) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB\nmore lines")
         return counting(ids, tokens)
@@ -61,14 +58,14 @@ def test_one_new_token_and_memory_that_does_not_suffice() -> None:
     assert large.prompt_seconds == []
 
 
-def test_a_way_that_stops_early_is_an_error() -> None:
+def test_a_way_that_stops_early_is_an_error():
     with pytest.raises(RuntimeError, match=r"octavo was to generate 1 x 4 tokens, got \[1, 3\]"):
         time_generation(lambda ids, n: counting(ids, max(n - 1, 1)), Grid([1], [8], 4, 1), 7, CPU)
 
 
 @pytest.mark.gpu
-def test_the_peak_of_a_size_is_its_own() -> None:
-    def generate(ids: Tensor, tokens: int) -> Tensor:
+def test_the_peak_of_a_size_is_its_own():
+    def generate(ids, tokens):
         torch.zeros(len(ids) << 20, dtype=torch.uint8, device="cuda")
         return counting(ids, tokens)
 
@@ -80,7 +77,7 @@ def test_the_peak_of_a_size_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["channel", None], ids=["packed", "not packed"])
-def test_the_table(printed, made: Folders, scheme: str | None) -> None:
+def test_the_table(printed, made, scheme):
     folder = made("llama", scheme=scheme) if scheme else made("llama")
     out = printed("generate", folder, *SMALL)
     _, _, *lines = out.splitlines()
@@ -88,7 +85,7 @@ def test_the_table(printed, made: Folders, scheme: str | None) -> None:
     assert ("FP8 is emulated here" in out) == bool(scheme)
 
 
-def test_json(printed, made: Folders) -> None:
+def test_json(printed, made):
     found = json.loads(printed("generate", made("llama"), *SMALL, "--json"), parse_constant=pytest.fail)
     assert (found["tokens"], found["rounds"], len(found["rows"])) == (6, 2, 4)
     assert found["machine"]["torch"] == torch.__version__

@@ -17,8 +17,6 @@ _NUMBER = re.compile(r"[-+]?\d[\d.,:]*(e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block."""
-
     page: str  # its path from the root of the repository
     line: int  # of its opening fence, from 1
     language: str  # the first word of the info string

@@ -152,14 +152,12 @@ def output_gradients(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def check(exact: Tensors, actual: Tensors, least: float) -> None:
-    """Every tensor above `least` dB."""
     assert exact.keys() == actual.keys()
     for name, tensor in exact.items():
         assert sqnr(tensor, actual[name]) > least, (name, sqnr(tensor, actual[name]))
 
 
 def check_equal(expected: Tensors, actual: Tensors) -> None:
-    """Every tensor equal, with its dtype."""
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name

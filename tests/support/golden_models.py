@@ -78,7 +78,6 @@ def named(found: list[dict]) -> dict[str, dict]:
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """The Hugging Face folder of one of MODELS."""
     dtype = MODELS[name][2]
     folder.mkdir(parents=True)
     write_config(folder, name)
@@ -87,7 +86,6 @@ def write_model(folder: Path, name: str) -> Path:
 
 
 def write_config(folder: Path, name: str) -> None:
-    """The config.json of one of MODELS."""
     kind, sizes, _ = MODELS[name]
     model_type = re.split("For|LM|Model", kind)[0].lower()
     (folder / "config.json").write_text(json.dumps({"architectures": [kind], "model_type": model_type, **sizes}))

@@ -36,7 +36,6 @@ def packed_experts(names: tuple[str, str], device: str = "cpu") -> tuple[PackedE
 
 
 def packed_mixtral(root, scheme: str = "channel") -> tuple:
-    """A Mixtral of transformers, and its folder packed with its experts."""
     make = folder_maker(root, hidden_size=256, num_attention_heads=2, num_key_value_heads=2, head_dim=128)
     layout = "fp8" if scheme == "block" else "compressed-tensors"
     return open_theirs(make("mixtral of 128")), make("mixtral of 128", scheme=scheme, layout=layout, experts=True)

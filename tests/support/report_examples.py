@@ -84,7 +84,6 @@ def write_metrics(run: Path, steps: int, *, offset: float = 0.0, **more) -> None
 
 
 def write_watch(run: Path, layers: int, steps: np.ndarray) -> None:
-    """A watch folder with an event."""
     interval = int(steps[1] - steps[0]) if len(steps) > 1 else 1
     run.mkdir(parents=True, exist_ok=True)
     writer = WatchWriter(run, layers_of(layers), interval=interval)
@@ -94,7 +93,6 @@ def write_watch(run: Path, layers: int, steps: np.ndarray) -> None:
 
 
 def make_run(run: Path, *, layers: int = 13, steps: int = 200, interval: int = 10) -> Path:
-    """A watched run of `steps` steps."""
     write_metrics(run, steps)
     write_watch(run, layers, np.arange(interval, steps + 1, interval))
     return run

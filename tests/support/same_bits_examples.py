@@ -12,7 +12,6 @@ LENGTHS = [11, 4, 16, 1, 9, 16, 2]  # of prompts, again and again
 
 
 def pair(make, name, recipe="rowwise", dtype=torch.bfloat16, device="cpu"):
-    """A trained model, and the served one of its weights."""
     trained = open_theirs(make(name), dtype).to(device).train()
     octavo.convert(trained, recipe)
     return trained, octavo.load(make(name, scheme="channel"), device)

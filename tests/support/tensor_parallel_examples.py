@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from metrics import distance
-from sharded_states import whole
+from saved_checkpoints import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

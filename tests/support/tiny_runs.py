@@ -38,7 +38,6 @@ def tiny(base, changes):
 
 
 def write_text(tmp_path_factory, lines):
-    """The path of a text file with so many lines."""
     draw = random.Random(0)
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("\n".join(" ".join(draw.choices(SENTENCE.split(), k=12)) for _ in range(lines)))
@@ -46,12 +45,10 @@ def write_text(tmp_path_factory, lines):
 
 
 def before_steps(trainer, call):
-    """Call `call()` before every step of a run."""
     step = trainer.step
     trainer.step = lambda: (call(), step())[1]
 
 
 def after_steps(trainer, call):
-    """Call `call()` after every step of a run."""
     step = trainer.step
     trainer.step = lambda: (step(), call())[0]

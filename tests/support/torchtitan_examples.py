@@ -95,7 +95,6 @@ def make_trainer(rank=0, world=1, *, converters, model_spec=None, **changes):
 
 
 def train(trainer, steps: int) -> list[float]:
-    """The losses of so many steps."""
     losses: list[float] = []
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
     batches = trainer.batch_generator(trainer.dataloader)

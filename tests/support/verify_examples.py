@@ -35,7 +35,6 @@ def remarks(report) -> list[str]:
 
 
 def complaints(folder: Path, model: Path, calibration: Path | None = None) -> list[str]:
-    """The findings and the remarks of a folder."""
     report = verify(folder, model, calibration=calibration)
     assert all(layer.weight_sqnr is not None for layer in report.layers)
     return [*map(str, report.findings), *remarks(report)]

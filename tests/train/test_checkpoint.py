@@ -16,8 +16,16 @@ from packed_examples import small_shards
 from patience import HANG
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from saved_checkpoints import contents, flip_bit, save_checkpoint
-from sharded_states import differing, everything, make_state, snapshot, take_step
+from saved_checkpoints import (
+    contents,
+    differing,
+    everything,
+    flip_bit,
+    make_state,
+    save_checkpoint,
+    snapshot,
+    take_step,
+)
 from tiny_runs import before_steps
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -85,7 +93,6 @@ def refuses(trainer, folder, *essentials):
 
 
 def edited(name, change):
-    """The bytes of a file, changed."""
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 

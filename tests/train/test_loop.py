@@ -8,8 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from saved_checkpoints import save_checkpoint
-from sharded_states import differing, everything, snapshot
+from saved_checkpoints import differing, everything, save_checkpoint, snapshot
 from tiny_runs import before_steps
 
 from octavo import Cast, Gemm, Recipe

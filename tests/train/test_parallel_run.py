@@ -23,8 +23,6 @@ from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
 from tiny_runs import TINY, after_steps, tiny
-from torch import distributed
-from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.tensor import DTensor
 
@@ -79,7 +77,7 @@ def gathered_in_bf16(rank, folder, text):
     trainer = start_run(Config.from_dict(config), Console(quiet=True))
     dtypes = []
     trainer.model.model.norm.register_forward_pre_hook(lambda module, args: dtypes.append(module.weight.dtype))
-    with mock.patch("torch.distributed.all_to_all_single", wraps=distributed.all_to_all_single) as exchange:
+    with mock.patch("torch.distributed.all_to_all_single", wraps=dist.all_to_all_single) as exchange:
         losses = [float(mean_of_ranks(trainer.step()[0])) for _ in range(3)]
     masters = {str(p.dtype) for p in trainer.model.parameters()}
     return losses, str(dtypes[-1]), masters, exchange.call_count / 3
@@ -239,7 +237,7 @@ def test_an_error_that_its_message_explains_has_no_traceback(monkeypatch):
     def refuse():
         raise ConfigError("width must be even")
 
-    monkeypatch.setattr(processes, "attempt_store", lambda: (HashStore(), 0, 1))
+    monkeypatch.setattr(processes, "attempt_store", lambda: (dist.HashStore(), 0, 1))
     monkeypatch.setattr(processes.dist, "init_process_group", lambda *_, **__: None)
     with pytest.raises(ConfigError, match="width must be even") as refused:
         processes._join(refuse)
@@ -249,7 +247,7 @@ def test_an_error_that_its_message_explains_has_no_traceback(monkeypatch):
 
 @pytest.mark.parametrize("error", [dist.DistBackendError("timed out"), RuntimeError("[gloo/transport/tcp] closed")])
 def test_a_rank_that_has_lost_another_says_so(monkeypatch, error):
-    monkeypatch.setattr(processes, "attempt_store", lambda: (HashStore(), 0, 2))
+    monkeypatch.setattr(processes, "attempt_store", lambda: (dist.HashStore(), 0, 2))
     monkeypatch.setattr(processes.dist, "init_process_group", mock.Mock(side_effect=error))
     with pytest.raises(RuntimeError, match="rank 0 has lost another rank.*parallel.timeout"):
         processes._join(lambda: None)

@@ -55,7 +55,6 @@ def swiglu_alignment(trainer):
 
 
 def gradient_of(name, change):
-    """A fault that changes the gradient dy of a layer."""
     return lambda trainer: layer(trainer, name).register_full_backward_pre_hook(
         lambda module, dy: (change(dy[0].float()).to(dy[0].dtype),)
     )

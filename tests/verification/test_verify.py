@@ -1,16 +1,14 @@
 """Verifying right folders: every reader agrees with the bytes, and budgets are held against the quality."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from other_writers import know_caches
-from packed_examples import Example, small_shards
+from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
-from tiny_models import IDS, IMAGE_MODELS, MODELS, Folders, make_model
-from torch import Tensor, nn
+from tiny_models import IDS, IMAGE_MODELS, MODELS, make_model
+from torch import nn
 from transformers import FNetConfig, FNetModel
 from verify_examples import change_settings, change_tensors, complaints, run_verify
 
@@ -26,11 +24,9 @@ from octavo.packing.transforms import fold
 from octavo.verification import verifier as pipeline
 from octavo.verification import verify
 from octavo.verification.checks import check_folder
-from octavo.verification.findings import Report, measure_sizes
-from octavo.verification.readers import ReaderResult
+from octavo.verification.findings import measure_sizes
 from octavo.verification.stored_files import CheckpointFiles, read_files
 from octavo.verification.streamed_model import required_by
-from octavo.verification.verifier import Verification
 
 DOWN = "model.layers.0.mlp.down_proj"
 # Decoders that are not fused, and mixtures whose experts are packed.
@@ -51,7 +47,7 @@ CHANNEL = [
 ]  # fmt: skip
 FP8 = ("llama", "qwen2", "bert", "t5", "bart", "mixtral", "qwen3moe", "vit", "whisper")
 SEVERAL = {"*.down_proj": "mx", "*.layers.0.*": "channel"}  # the first that matches counts
-FOLDERS: list[tuple[str, dict[str, Any]]] = [
+FOLDERS = [
     *(("llama", {"scheme": scheme}) for scheme in SCHEMES),
     ("llama", {"scheme": "mx", "layers": {"*.o_proj": "channel", "*.down_proj": "block"}}),
     ("llama", {"scheme": "block", "layers": SEVERAL, "skip": ("*.layers.1.mlp.*",)}),
@@ -77,12 +73,7 @@ ROUGH = ("jamba", "olmo hybrid", "hyv4", "mixtral", "qwen3moe", "deepseekv3")  #
 BROKEN_READER = "dinov2"  # transformers 5.23 opens no quantized folder of its type
 
 
-@pytest.fixture
-def no_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Verification, "try_readers", lambda self: None)
-
-
-def check_agreement(report: Report) -> list[ReaderResult]:
+def check_agreement(report):
     """No finding, and the readers: transformers and Octavo agree, and vLLM is not installed."""
     assert not report.findings
     readers = [(reader.name, reader.outcome) for reader in report.readers]
@@ -113,7 +104,7 @@ def test_every_reader_computes_what_the_bytes_say(made, monkeypatch, name, optio
         check_quality(name, options, report)
 
 
-def check_quality(name: str, options: dict[str, Any], report: Report) -> None:
+def check_quality(name, options, report):
     """The quality that packing left, of the model and of each layer that ran: all but the head of an encoder."""
     names = [layer.name for layer in report.layers]  # state-space layers read that of dt_proj without a call
     assert not any(layer.endswith((".dt_proj", ".weights_proj")) for layer in names)
@@ -134,17 +125,17 @@ def check_quality(name: str, options: dict[str, Any], report: Report) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama untied", "gpt2", "qwen2"])
-def test_what_was_packed_from_a_run(packed: dict[str, Example], made: Folders, name: str) -> None:
+def test_what_was_packed_from_a_run(packed, made, name):
     report = run_verify(packed[name].packed, packed[name].run)
     check_agreement(report)
     assert len(report.layers) == {"gpt2": 12, "llama untied": 12}.get(name, 14)  # on disk, q, k and v are three
     assert 0 < report.quality.kl.value < 0.2
 
 
-def test_budgets(made: Folders) -> None:
+def test_budgets(made):
     """In one report those that are held and those that are not."""
 
-    def check(name: str, *budgets: Budget) -> Report:
+    def check(name, *budgets):
         return run_verify(made(name, scheme="channel"), made(name), budgets=list(budgets))
 
     report = check("llama", Budget("kl", 1e-4), Budget("kl", 1), Budget("ppl", -0.9), Budget("ppl", 1))
@@ -161,10 +152,10 @@ def test_budgets(made: Folders) -> None:
         check("llama", Budget("cosine", 0.9))
 
 
-def test_without_data(made: Folders, tmp_path: Path) -> None:
+def test_without_data(made, tmp_path):
     with small_shards(100_000):
         pack(made("opt"), tmp_path / "out")
-    stages: set[str] = set()
+    stages = set()
     report = verify(tmp_path / "out", made("opt"), progress=lambda done, total, doing: stages.add(doing))
     check_agreement(report)
     assert report.quality is None
@@ -172,11 +163,11 @@ def test_without_data(made: Folders, tmp_path: Path) -> None:
     assert stages == {"reading tensors", "comparing weights", "opening with every reader"}
 
 
-def test_folded_weights_are_compared_by_their_outputs(made: Folders, tmp_path: Path) -> None:
+def test_folded_weights_are_compared_by_their_outputs(made, tmp_path):
     """The fold multiplies the rows of up_proj and divides the columns of down_proj: the same function."""
     folded = shutil.copytree(made("llama"), tmp_path / "folded")
 
-    def fold(tensors: dict[str, Tensor]) -> None:
+    def fold(tensors):
         factor = torch.exp2(torch.randint(-2, 3, (256,)).float()).bfloat16()
         tensors["model.layers.0.mlp.up_proj.weight"] *= factor[:, None]
         tensors["model.layers.0.mlp.down_proj.weight"] /= factor
@@ -193,7 +184,7 @@ def test_folded_weights_are_compared_by_their_outputs(made: Folders, tmp_path: P
     assert report.quality.kl.value < 0.1
 
 
-def test_weights_are_compared_with_those_of_the_folded_model(made: Folders, tmp_path: Path, no_readers: None) -> None:
+def test_weights_are_compared_with_those_of_the_folded_model(made, tmp_path, no_readers):
     fold(made("llama"), tmp_path / "folded", rotate=True)
     pack(tmp_path / "folded", tmp_path / "out")
     assert not verify(tmp_path / "out", tmp_path / "folded").remarks
@@ -203,15 +194,14 @@ def test_weights_are_compared_with_those_of_the_folded_model(made: Folders, tmp_
     assert "are not compared with MODEL's" in verify(tmp_path / "out", made("llama")).remarks[0]
 
 
-def halve(tensors: dict[str, Tensor]) -> None:
-    """Halve one scale of a layer."""
+def halve(tensors):
     tensors[f"{DOWN}.weight_scale"][0] /= 2
 
 
 def test_bytes_that_another_program_rounds_in_another_way_are_counted(made, tmp_path, no_readers):
     """Neither octavo.json nor the header of the file is there then."""
 
-    def off_by_one(tensors: dict[str, Tensor]) -> None:
+    def off_by_one(tensors):
         codes = tensors[f"{DOWN}.weight"].view(torch.uint8).view(-1)[::64]
         codes -= (codes & 127).clamp(max=1)
 
@@ -243,7 +233,7 @@ def test_what_convert_layout_copies_is_judged_and_what_it_casts_is_not(made, tmp
     assert "bytes are not MODEL's" in str(verify(tmp_path / "copied", made("llama")).findings)
 
 
-def test_a_layer_far_below_its_neighbours_is_named(tmp_path: Path, no_readers: None) -> None:
+def test_a_layer_far_below_its_neighbours_is_named(tmp_path, no_readers):
     """Its bytes are right: MODEL's weight has a column that is larger than the others, which integers cannot hold."""
     model = make_model(tmp_path / "model", "llama", num_hidden_layers=4)
     change_tensors(model, lambda t: t["model.layers.2.mlp.down_proj.weight"][:, 7].mul_(30))
@@ -254,7 +244,7 @@ def test_a_layer_far_below_its_neighbours_is_named(tmp_path: Path, no_readers: N
     assert remark.startswith("model.layers.2.mlp.down_proj.weight has ")
 
 
-def test_stored_scales_without_a_calibration_and_of_another(made: Folders, tmp_path: Path, no_readers: None) -> None:
+def test_stored_scales_without_a_calibration_and_of_another(made, tmp_path, no_readers):
     folder = made("llama", scheme="static", kv_cache="fp8")
     assert verify(folder, made("llama"), calibration=made("llama", "calibrated")).remarks == []
     assert "(18 stored scales) was not judged: give --calibration" in verify(folder, made("llama")).remarks[0]
@@ -269,11 +259,11 @@ def test_stored_scales_without_a_calibration_and_of_another(made: Folders, tmp_p
         verify(folder, calibration=made("llama", "calibrated"))
 
 
-def test_stored_scales_by_an_unknown_rule_are_a_remark(made: Folders, tmp_path: Path, no_readers: None) -> None:
+def test_stored_scales_by_an_unknown_rule_are_a_remark(made, tmp_path, no_readers):
     folder = shutil.copytree(made("llama", scheme="static", kv_cache="fp8"), tmp_path / "foreign")
     (folder / "octavo.json").unlink()
 
-    def check() -> list[str]:
+    def check():
         return verify(folder, made("llama"), calibration=made("llama", "calibrated")).remarks
 
     assert check() == []
@@ -282,7 +272,7 @@ def test_stored_scales_by_an_unknown_rule_are_a_remark(made: Folders, tmp_path: 
     assert remark.startswith("model.layers.1.self_attn.k_scale is ")
 
 
-def test_a_device_or_a_model_that_is_not_there(made: Folders, tmp_path: Path) -> None:
+def test_a_device_or_a_model_that_is_not_there(made, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device cuda was asked for"):
             verify(tmp_path, made("llama"), device="cuda")
@@ -290,17 +280,17 @@ def test_a_device_or_a_model_that_is_not_there(made: Folders, tmp_path: Path) ->
         verify(tmp_path, tmp_path / "none")
 
 
-def test_weights_are_widened_one_at_a_time(made: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_widened_one_at_a_time(made, tmp_path, monkeypatch):
     """While prompts run, a layer's weights are freed before the next layer's are read."""
     monkeypatch.setattr(pipeline, "try_readers", lambda *_: iter(()))  # readers hold whole models
-    alive: list[Any] = []
+    alive = []
     most = 0
     for cls in (CheckpointFiles, ShardReader):
 
-        def counted(self: Any, name: str, get: Any = cls.get) -> Tensor:
+        def counted(self, name, get=cls.get):
             nonlocal most
             alive[:] = [t for t in alive if t() is not None]
-            tensor: Tensor = get(self, name)
+            tensor = get(self, name)
             if name.endswith("proj.weight"):
                 most = max(most, len(alive))
                 alive.append(torch.utils.weak.WeakIdRef(tensor))
@@ -316,7 +306,7 @@ def test_weights_are_widened_one_at_a_time(made: Folders, tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("no_readers")
 @pytest.mark.parametrize("name", [*MODELS, *IMAGE_MODELS])
-def test_families(made: Folders, name: str) -> None:
+def test_families(made, name):
     for scheme in ("channel", "int8", "mx"):
         assert complaints(made(name, scheme=scheme), made(name)) == []
 
@@ -324,12 +314,12 @@ def test_families(made: Folders, name: str) -> None:
 # ---- The sizes that a report gives are those of the tensors in the files
 
 
-def stored_bytes(folder: Path) -> int:
+def stored_bytes(folder):
     read = read_files(folder)
     return sum(read.get(name).nbytes for name in read.shapes)
 
 
-def test_sizes_of_a_folder(tmp_path: Path) -> None:
+def test_sizes_of_a_folder(tmp_path):
     report = pack(make_model(tmp_path / "model", "llama"), tmp_path / "out", layers={"*.o_proj": "block"})
     read = read_files(tmp_path / "out")
     sizes = measure_sizes(read, check_folder(read, required_by(transformers_meta_model(read.config, tmp_path / "out"))))
@@ -342,7 +332,7 @@ def test_sizes_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNFUSED)
-def test_models_that_the_engine_does_not_serve_generate_all_the_same(made: Folders, name: str) -> None:
+def test_models_that_the_engine_does_not_serve_generate_all_the_same(made, name):
     with pytest.warns(UserWarning, match="generate runs on transformers' own loop"):
         ids = octavo.load(made(name, scheme="channel")).generate(IDS[:1], max_new_tokens=4, min_new_tokens=4)
     assert ids.shape == (1, 28)
@@ -351,7 +341,7 @@ def test_models_that_the_engine_does_not_serve_generate_all_the_same(made: Folde
             octavo.load(made(name, scheme="channel"), head="rowwise")
 
 
-def test_layers_of_other_names_are_found_by_transformers(made: Folders, tmp_path: Path) -> None:
+def test_layers_of_other_names_are_found_by_transformers(made, tmp_path):
     """In several schemes, and in a folder that was made of another."""
     pack(made("laguna"), tmp_path / "mixed", experts=True, layers={"*.down_proj": "tensor", "*.o_proj": "tensor"})
     convert_layout(made("phimoe", scheme="channel", experts=True), tmp_path / "converted", scheme="tensor")
@@ -359,7 +349,7 @@ def test_layers_of_other_names_are_found_by_transformers(made: Folders, tmp_path
         check_agreement(verify(tmp_path / folder, made(name)))
 
 
-def test_a_model_that_cannot_run_is_named(tmp_path: Path) -> None:
+def test_a_model_that_cannot_run_is_named(tmp_path):
     """FNet transforms in BF16, which no CPU does."""
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     FNetModel(FNetConfig(**sizes)).save_pretrained(tmp_path / "model")
@@ -370,18 +360,18 @@ def test_a_model_that_cannot_run_is_named(tmp_path: Path) -> None:
     assert report.not_run
 
 
-def test_a_router_with_a_forward_of_its_own(tmp_path: Path) -> None:
+def test_a_router_with_a_forward_of_its_own(tmp_path):
     """That of Llama 4 is a linear layer that gives two tensors."""
     make_model(tmp_path / "model", "llama4")
     pack(tmp_path / "model", tmp_path / "out")
     assert "octavo" in [each.name for each in verify(tmp_path / "out").readers if each.outcome == "agrees"]
 
 
-def test_the_reference_convolves_in_float32(made: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_convolves_in_float32(made, monkeypatch):
     """On a GPU, TF32 would move the reference by more than a reader of the scheme `weight` may differ."""
     seen = []
 
-    def conv2d(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def conv2d(*args, **kwargs):
         seen.append(torch.backends.cudnn.allow_tf32)
         return torch.conv2d(*args, **kwargs)
 
@@ -403,7 +393,7 @@ def test_t5_packed_by_a_program_that_packs_every_layer(made, tmp_path, monkeypat
         octavo.load(tmp_path / "out")
 
 
-def test_weights_that_are_filled_are_not_initialized_again(made: Folders) -> None:
+def test_weights_that_are_filled_are_not_initialized_again(made):
     folder = made("gemma2")
     model = transformers_meta_model(read_json(folder / "config.json"), folder).model
     embedding = model.get_input_embeddings()
@@ -413,7 +403,7 @@ def test_weights_that_are_filled_are_not_initialized_again(made: Folders) -> Non
     assert torch.equal(embedding.weight, torch.ones_like(embedding.weight))
 
 
-def test_a_folder_without_a_tokenizer(made: Folders, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer(made, tmp_path):
     model = shutil.copytree(made("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
     pack(model, tmp_path / "out")
     report = verify(tmp_path / "out", model)

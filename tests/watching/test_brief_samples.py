@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from watch_examples import one_layer, tiny_model
-from watch_oracle import matrix
+from watch_examples import matrix, one_layer, tiny_model
 
 import octavo
 from octavo.numerics import Cast

@@ -9,8 +9,7 @@ import torch
 from linear_examples import converted_model, without_chance
 from torch import nn
 from torch._dynamo.utils import counters
-from watch_examples import backward, one_layer, tiny_model
-from watch_oracle import binades, check, describe, matrix
+from watch_examples import backward, binades, check, describe, matrix, one_layer, tiny_model
 
 import octavo
 from octavo.integrations.peft import inject

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from activation_oracle import given, gradient64, gradient_magnitude, h64, h_magnitude
-from watch_oracle import BY_OPERAND, binades, check, describe, matrix
+from watch_examples import BY_OPERAND, binades, check, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
 from octavo.observation.operand_statistics import WIDTH, clear, combine_all, sampled_rows
