@@ -148,13 +148,13 @@ def of_experts() -> Iterator[Example]:
     a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
     for pair in ("row", "mx"):
         q, stack, ends = grouped_examples.operands([3, 0, 17], 32, 48, pair=pair)
-        yield "grouped_mm", (*operands_of(q, stack), ends, torch.bfloat16, "emulated", False)
+        yield "grouped_mm", (*operands_of(q, stack), ends, torch.bfloat16, False, True)
         yield "grouped_weight_only_mm", (x, stack.data, stack.scale, stack.granularity.name, ends)
     # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
     h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
-    yield "grouped_mm_dw", (h, x_t, b.scale, b.scale, "row", "row", offsets, torch.float32, "emulated", True)
+    yield "grouped_mm_dw", (h, x_t, b.scale, b.scale, "row", "row", offsets, torch.float32, True, True)
     scales = (torch.rand(n, 1).to(torch.float8_e8m0fnu) for n in (48, 32))
-    yield "grouped_mm_dw", (h, x_t, *scales, "group:32", "group:32", offsets, torch.float32, "emulated", True)
+    yield "grouped_mm_dw", (h, x_t, *scales, "group:32", "group:32", offsets, torch.float32, True, True)
     slot = torch.randperm(20).to(torch.int32)
     buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
     yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)

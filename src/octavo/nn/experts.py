@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import Call, LinearCall, rescaled
+from octavo.nn.linear_function import Call, LinearCall, ones, rescaled
 from octavo.nn.module_tools import check_call, differentiable_once
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
 from octavo.nn.parallel_weights import GatheredWeight
@@ -391,7 +391,7 @@ def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast
         data = joined(cast_again, 1)  # [K, E * N]
     else:
         data = ops.transpose(w_data.view(e * n, k), None, after)
-    scale = torch.ones((e, k, 1), dtype=torch.float32, device=w.device) if cast.by_row else s_w.transpose(1, 2)
+    scale = ones(data, e * k).view(e, k, 1) if cast.by_row else s_w.transpose(1, 2)
     return QTensor(data.view(k, e, n).transpose(0, 1), scale, cast.fmt, cast.granularity)
 
 
