@@ -125,9 +125,10 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
     x, y = torch.randn(tokens, k).to(dtype), torch.randn(rows, k).to(dtype)
     group = group_of_rows(offsets, rows).clamp(max=experts - 1)
     factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
+    weight = torch.rand(tokens, top_k)
     for cast in casts:
-        gathers = (*factors, y, row), (*factors, None, None), (*plain, None, None)
-        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None, None)):
+        gathers = (*factors, weight, y, row), (*factors, None, None, None), (*plain, None, None, None)
+        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None, None, None)):
             yield "gather_quantize", (given[0], cast.spec, *given[1:])
     yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
     place = aligned_groups(offsets, rows).place
@@ -137,8 +138,8 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
         yield "transpose", (y.to(torch.float8_e4m3fn), shift, place, None)
     y = y.clone()
     y[offsets[-1] :] = torch.nan  # rows of other ranks hold any numbers
-    for weight in (None, torch.rand(tokens, top_k)):
-        yield "combine", (y, row, weight)
+    for given in (None, weight):
+        yield "combine", (y, row, given)
 
 
 def of_experts() -> Iterator[Example]:

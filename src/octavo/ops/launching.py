@@ -250,10 +250,10 @@ def quantizes_rows(x: Tensor, columns: int, fmt: str) -> bool:
 
 def fits(cast: Cast, columns: int) -> bool:
     """True if the registers of a program hold the rows (of `columns` elements) or the blocks of this cast."""
-    if cast.granularity == TENSOR:
-        return not cast.relative_floor
     if cast.by_row:
         return columns <= LONGEST_ROW and not (cast.relative_floor and cast.scale == "e8m0")
+    if cast.granularity == TENSOR:
+        return not cast.relative_floor
     rows, cols = cast.granularity.rows or 1, cast.granularity.cols or 1
     return not cast.relative_floor and power_of_two_above(rows) * power_of_two_above(cols) <= LONGEST_ROW
 
@@ -356,6 +356,16 @@ class Turn(NamedTuple):
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+
+
+class Factors(NamedTuple):
+    """What rows are multiplied by: the lines `group` [M] of column_scale [E, K], then the mantissas of mantissa_of
+    [M, 1], or these times the weights [T, top_k] of the rows' slots. Each is None for ones."""
+
+    column_scale: Tensor | None
+    group: Tensor | None
+    mantissa_of: Tensor | None
+    weight: Tensor | None
 
 
 class RowBatch:

@@ -111,7 +111,8 @@ class Operation(Generic[Result]):
             self._checked(args)
             return self.overload(*args)
         given = self._checked(self._pack(args))
-        self._count_writes(args)
+        if self._mutated:
+            self._count_writes(args)
         return self._compute(given)
 
     @cached_property
@@ -134,8 +135,7 @@ class Operation(Generic[Result]):
 
     def _count_writes(self, args: tuple[Any, ...]) -> None:
         """Let autograd notice that a tensor it may have saved changes."""
-        if self._mutated:
-            increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
+        increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
 
     def _compute(self, given: list[Any]) -> Result:
         """The results, with the device of the first tensor as the current one: Triton launches there."""
