@@ -17,7 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.checkpoint.scheme import WEIGHT_DTYPES
-from octavo.ops.registration import FLOATS, TENSORS
+from octavo.ops.launching import TENSORS
+from octavo.ops.registration import FLOATS
 
 
 def is_weight(tensor: Tensor) -> bool:

@@ -26,12 +26,11 @@ from torch.autograd.graph import increment_version
 from torch.compiler import config as compiler_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
-from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from octavo.numerics.formats import E2M1, Format, narrow_format
 from octavo.numerics.qtensor import Cast, Granularity, parse_cast, parse_granularity
-from octavo.ops.launching import launch
+from octavo.ops.launching import TENSORS, launch
 from octavo.version import __version__
 
 # ---- Calls of our operations, without PyTorch's dispatcher where nothing traces, records or transforms the call.
@@ -40,7 +39,6 @@ from octavo.version import __version__
 # operation mutates). A step makes hundreds of calls, and their time decides that of an eager step and of decoding.
 
 
-TENSORS = frozenset((Tensor, Parameter))
 PLAIN = TENSORS | {int, float, bool, str, torch.dtype, type(None)}
 READERS: dict[Any, Callable[[str], Any]] = {
     Cast: parse_cast,
