@@ -7,8 +7,7 @@ from grouped_examples import SIZES, offsets_of, rows_of
 
 from octavo import ops
 from octavo.numerics import Cast
-from octavo.ops.launching import Factors
-from octavo.ops.permutation import index_groups_reference, index_slots_reference
+from octavo.ops.permutation import Factors, index_groups_reference, index_slots_reference
 
 TOKENS, TOP_K, EXPERTS, K = 37, 3, 6, 40
 
@@ -87,8 +86,7 @@ def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS - 2], ids=["all here", "some elsewhere"])
 def test_combine_and_its_gradient(experts, weighted):
     slot, row, offsets = ops.sort_by_expert(chosen(), experts)
-    y, weight = torch.randn(TOKENS * TOP_K, K), torch.rand(TOKENS, TOP_K)
-    dout = torch.randn(TOKENS, K)
+    y, dout, weight = torch.randn(TOKENS * TOP_K, K), torch.randn(TOKENS, K), torch.rand(TOKENS, TOP_K)
     y[row.max() + 1 :] = torch.nan  # rows of other ranks hold any numbers
     exact, slots = np.zeros((TOKENS, K)), np.zeros((TOKENS, TOP_K))
     for t in range(TOKENS):
@@ -113,12 +111,11 @@ def test_tokens_whose_experts_are_all_elsewhere():
     assert torch.equal(ops.combine(y, row, None), torch.zeros(TOKENS, K))
 
 
-def gathered_by_kernel(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gathered_by_kernel(x: torch.Tensor, slot: torch.Tensor, *rest: object) -> tuple[torch.Tensor, ...]:
     """Run where kernels are interpreted."""
     from octavo.ops.kernels.permutation import gather_quantize as kernel
 
-    x, slot, *factors, y, row = given
-    data, *others = kernel(x, Cast(scale="pow2"), slot, TOP_K, Factors(*factors), y, row)
+    data, *others = kernel(x, Cast(scale="pow2"), slot, TOP_K, *rest)
     return data.float(), *others
 
 
@@ -172,11 +169,10 @@ def test_the_kernel_gathers_and_multiplies_by_y(kernels, k):
     x, y = torch.randn(TOKENS, k).to(torch.float8_e4m3fn).float(), torch.randn(rows, k)
     x[:, 0] = 448.0
     column_scale = torch.exp2(torch.arange(EXPERTS)).view(-1, 1).expand(-1, k).contiguous()
-    whole, exponents = torch.rand(rows, 1) < 0.5, torch.randint(-9, 9, (2, rows, 1)).float()
-    factors = torch.where(whole, 1, 1.5) * torch.exp2(exponents[0]), torch.exp2(exponents[1]).view(TOKENS, TOP_K)
-    given = x, slot, column_scale, group, *factors, y, row
-    data, scale, products = kernels.submit(gathered_by_kernel, *given).result()
-    token = slot // TOP_K
-    assert torch.equal(data[whole.view(-1)], x[token][whole.view(-1)])
-    assert torch.equal(scale, column_scale[group, :1] * factors[1].view(-1, 1)[slot] * torch.where(whole, 1, 2))
+    whole, weight = torch.rand(rows) < 0.5, torch.exp2(torch.randint(-9, 9, (TOKENS, TOP_K)).float())
+    factors = Factors(column_scale, group, torch.where(whole, 8, 12.0).unsqueeze(1), weight)  # mantissas 1 and 1.5
+    data, scale, products = kernels.submit(gathered_by_kernel, x, slot, factors, y, row).result()
+    token, rounded = slot // TOP_K, torch.where(whole, 1, 2).unsqueeze(1)
+    assert torch.equal(data[whole], x[token][whole])
+    assert torch.equal(scale, column_scale[group, :1] * weight.view(-1, 1)[slot] * rounded)
     torch.testing.assert_close(products.view(-1)[slot], torch.where(group < EXPERTS - 2, (x[token] * y).sum(1), 0))

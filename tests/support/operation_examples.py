@@ -122,10 +122,9 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
     slot, row, offsets = sort_by_expert(chosen, experts)
     rows = tokens * top_k
     yield "index_slots", (*torch.sort(chosen.view(-1).int(), stable=True), experts)
-    x, y = torch.randn(tokens, k).to(dtype), torch.randn(rows, k).to(dtype)
+    x, y, weight = torch.randn(tokens, k).to(dtype), torch.randn(rows, k).to(dtype), torch.rand(tokens, top_k)
     group = group_of_rows(offsets, rows).clamp(max=experts - 1)
     factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
-    weight = torch.rand(tokens, top_k)
     for cast in casts:
         gathers = (*factors, weight, y, row), (*factors, None, None, None), (*plain, None, None, None)
         for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None, None, None)):
