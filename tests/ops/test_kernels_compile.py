@@ -11,7 +11,7 @@ from torch import Tensor, ones
 from torch._higher_order_ops import triton_kernel_wrap
 
 from octavo.numerics import ROW, TENSOR, Cast, block, group
-from octavo.ops.launching import Cache, Operands, Turn
+from octavo.ops.launching import Cache, Factors, Operands, Turn
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")]
@@ -119,7 +119,8 @@ def calls_of_training() -> Iterator[Call]:
     yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
-    for given in ([None] * 5, (ones(8, 4096), slot.view(-1), row, on_cpu(2 * M, 4096, dtype=HALF), slot)):
+    factors = Factors(ones(8, 4096), slot.view(-1), row, ones(M, 2))
+    for given in ((Factors(*[None] * 4), None, None), (factors, on_cpu(2 * M, 4096, dtype=HALF), slot)):
         yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, *given)
     yield "permutation", "combine", (rows(4096), slot, ones(M, 2))
     yield "permutation", "index_slots", (shift, shift.long(), 8)

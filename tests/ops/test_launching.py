@@ -119,7 +119,7 @@ def test_tensors_of_two_devices_are_refused():
 def test_memory_of_results(shape, device):
     x = torch.zeros(2, device=device)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
-        made, expected = allocate(x, shape, dtype), x.new_empty(shape, dtype=dtype)
+        made, expected = allocate(torch.nn.Parameter(x), shape, dtype), x.new_empty(shape, dtype=dtype)
         assert (made.shape, made.dtype, made.device) == (expected.shape, expected.dtype, expected.device)
         assert (made.stride(), made.requires_grad) == (expected.stride(), False)
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from octavo.numerics import ROW, TENSOR, Cast, Granularity, QTensor, block, grou
 from octavo.ops.attention import ordered_attention
 from octavo.ops.gemm import ordered_mm
 from octavo.ops.int8_gemm import int8_mm
-from octavo.ops.launching import LONGEST_ROW
+from octavo.ops.launching import LONGEST_ROW, Factors
 from octavo.ops.rows import RowBatch, cast_rows
 from octavo.ops.softmax_loss import cross_entropy, cross_entropy_gradient, multiply
 
@@ -94,7 +94,7 @@ def calls_of(shape: tuple[int, int], cast: Cast):
     yield "quantize", lambda: ops.quantize(x, cast, column_scale=column, mantissa_of=row)
     yield "quantize_stack", lambda: ops.quantize_stack([x, x], cast)
     yield "quantize_transposed", lambda: ops.quantize_transposed(x, cast)
-    yield "gather_quantize", lambda: ops.gather_quantize(x, cast, row_scale=row)
+    yield "gather_quantize", lambda: ops.gather_quantize(x, cast, mantissa_of=row)
     yield "norm_quantize", lambda: ops.norm_quantize(x, x, k, k, EPS, cast, center=True)
     yield "activation_quantize", lambda: ops.activation_quantize(torch.cat((x, x), 1), "swiglu", cast)
     factors = {"column_scale": column, "mantissa_of": row, "h_cast": cast, "h_scale": row}
@@ -249,7 +249,7 @@ def test_casts_that_fused_kernels_do_not_do_are_refused(cast):
             made[name]()
     rows = zeros(3, 1, dtype=INT)
     with pytest.raises(ValueError, match="combine_backward " + ROWS):
-        ops.combine_backward(x, x, rows, cast, slot=rows[:, 0], column_scale=x, group=rows[:, 0], row_scale=row)
+        ops.combine_backward(x, x, rows, cast, rows[:, 0], Factors(x, rows[:, 0], row, row))
     factors = {"column_scale": ones(1, 6), "mantissa_of": row, "h_scale": row}
     with pytest.raises(ValueError, match="activation_backward " + ROWS):
         ops.activation_backward(x, x, "gelu", E4M3, h_cast=cast, biased=False, **factors)

@@ -7,7 +7,7 @@ from grouped_examples import SIZES, offsets_of, rows_of
 
 from octavo import ops
 from octavo.numerics import Cast
-from octavo.ops.permutation import index_groups_reference, index_slots_reference
+from octavo.ops.permutation import Factors, index_groups_reference, index_slots_reference
 
 TOKENS, TOP_K, EXPERTS, K = 37, 3, 6, 40
 
@@ -73,8 +73,8 @@ def test_the_transpose_places_rows():
 def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
     slot, _, offsets = ops.sort_by_expert(chosen(), EXPERTS)
     x, group = torch.randn(TOKENS, K).to(dtype), ops.group_of_rows(offsets, len(slot))
-    columns, rows = torch.rand(EXPERTS, K), torch.rand(len(slot), 1)
-    given = {"column_scale": columns, "group": group, "row_scale": rows} if factors else {}
+    columns, rows = torch.rand(EXPERTS, K), 1 + torch.rand(len(slot), 1)  # a mantissa is its own
+    given = {"column_scale": columns, "group": group, "mantissa_of": rows * 2.0**-3} if factors else {}
     q = ops.gather_quantize(x, Cast(), slot=slot, top_k=TOP_K, **given)
     gathered = x[slot // TOP_K].float()
     expected = ops.quantize(gathered * columns[group] * rows if factors else gathered, Cast())
@@ -86,8 +86,7 @@ def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS - 2], ids=["all here", "some elsewhere"])
 def test_combine_and_its_gradient(experts, weighted):
     slot, row, offsets = ops.sort_by_expert(chosen(), experts)
-    y, weight = torch.randn(TOKENS * TOP_K, K), torch.rand(TOKENS, TOP_K)
-    dout = torch.randn(TOKENS, K)
+    y, dout, weight = torch.randn(TOKENS * TOP_K, K), torch.randn(TOKENS, K), torch.rand(TOKENS, TOP_K)
     y[row.max() + 1 :] = torch.nan  # rows of other ranks hold any numbers
     exact, slots = np.zeros((TOKENS, K)), np.zeros((TOKENS, TOP_K))
     for t in range(TOKENS):
@@ -97,11 +96,11 @@ def test_combine_and_its_gradient(experts, weighted):
                 exact[t] += part * (float(weight[t, s]) if weighted else 1)
                 slots[t, s] = part @ dout[t].double().numpy()
     np.testing.assert_allclose(ops.combine(y, row, weight if weighted else None).numpy(), exact, atol=2e-6)
-    factors = {"group": ops.group_of_rows(offsets, len(slot)).clamp(max=experts - 1), "slot": slot}
-    factors |= {"column_scale": torch.rand(experts, K), "row_scale": torch.rand(len(slot), 1)}
-    g, dweight = ops.combine_backward(dout, y, row, Cast(), **factors)
+    group = ops.group_of_rows(offsets, len(slot)).clamp(max=experts - 1)
+    columns, m = torch.rand(experts, K), 1 + torch.rand(len(slot), 1)
+    g, dweight = ops.combine_backward(dout, y, row, Cast(), slot, Factors(columns, group, 4 * m, weight))
     np.testing.assert_allclose(dweight.numpy(), slots, atol=2e-5)
-    expected = ops.gather_quantize(dout, Cast(), top_k=TOP_K, **factors)
+    expected = ops.quantize(dout[slot // TOP_K] * columns[group] * (m * weight.view(-1, 1)[slot]), Cast())
     assert torch.equal(g.scale, expected.scale)
     assert torch.equal(g.data.view(torch.uint8), expected.data.view(torch.uint8))
 
@@ -112,11 +111,10 @@ def test_tokens_whose_experts_are_all_elsewhere():
     assert torch.equal(ops.combine(y, row, None), torch.zeros(TOKENS, K))
 
 
-def gathered_by_kernel(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gathered_by_kernel(x: torch.Tensor, slot: torch.Tensor, *rest: object) -> tuple[torch.Tensor, ...]:
     """Run where kernels are interpreted."""
     from octavo.ops.kernels.permutation import gather_quantize as kernel
 
-    x, slot, *rest = given
     data, *others = kernel(x, Cast(scale="pow2"), slot, TOP_K, *rest)
     return data.float(), *others
 
@@ -171,9 +169,10 @@ def test_the_kernel_gathers_and_multiplies_by_y(kernels, k):
     x, y = torch.randn(TOKENS, k).to(torch.float8_e4m3fn).float(), torch.randn(rows, k)
     x[:, 0] = 448.0
     column_scale = torch.exp2(torch.arange(EXPERTS)).view(-1, 1).expand(-1, k).contiguous()
-    row_scale = torch.exp2(torch.randint(-9, 9, (rows, 1)).float())
-    data, scale, products = kernels.submit(gathered_by_kernel, x, slot, column_scale, group, row_scale, y, row).result()
-    token = slot // TOP_K
-    assert torch.equal(data, x[token])
-    assert torch.equal(scale, column_scale[group, :1] * row_scale)
+    whole, weight = torch.rand(rows) < 0.5, torch.exp2(torch.randint(-9, 9, (TOKENS, TOP_K)).float())
+    factors = Factors(column_scale, group, torch.where(whole, 8, 12.0).unsqueeze(1), weight)  # mantissas 1 and 1.5
+    data, scale, products = kernels.submit(gathered_by_kernel, x, slot, factors, y, row).result()
+    token, rounded = slot // TOP_K, torch.where(whole, 1, 2).unsqueeze(1)
+    assert torch.equal(data[whole], x[token][whole])
+    assert torch.equal(scale, column_scale[group, :1] * weight.view(-1, 1)[slot] * rounded)
     torch.testing.assert_close(products.view(-1)[slot], torch.where(group < EXPERTS - 2, (x[token] * y).sum(1), 0))

@@ -121,12 +121,12 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
     slot, row, offsets = sort_by_expert(chosen, experts)
     rows = tokens * top_k
     yield "index_slots", (*torch.sort(chosen.view(-1).int(), stable=True), experts)
-    x, y = torch.randn(tokens, k).to(dtype), torch.randn(rows, k).to(dtype)
+    x, y, weight = torch.randn(tokens, k).to(dtype), torch.randn(rows, k).to(dtype), torch.rand(tokens, top_k)
     group = group_of_rows(offsets, rows).clamp(max=experts - 1)
     factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
     for cast in casts:
-        gathers = (*factors, y, row), (*factors, None, None), (*plain, None, None)
-        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None, None)):
+        gathers = (*factors, weight, y, row), (*factors, None, None, None), (*plain, None, None, None)
+        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None, None, None)):
             yield "gather_quantize", (given[0], cast.spec, *given[1:])
     yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
     place = aligned_groups(offsets, rows).place
@@ -136,8 +136,8 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
         yield "transpose", (y.to(torch.float8_e4m3fn), shift, place, None)
     y = y.clone()
     y[offsets[-1] :] = torch.nan  # rows of other ranks hold any numbers
-    for weight in (None, torch.rand(tokens, top_k)):
-        yield "combine", (y, row, weight)
+    for given in (None, weight):
+        yield "combine", (y, row, given)
 
 
 def of_experts() -> Iterator[Example]:
@@ -147,13 +147,13 @@ def of_experts() -> Iterator[Example]:
     a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
     for pair in ("row", "mx"):
         q, stack, ends = grouped_examples.operands([3, 0, 17], 32, 48, pair=pair)
-        yield "grouped_mm", (*operands_of(q, stack), ends, torch.bfloat16, "emulated", False)
+        yield "grouped_mm", (*operands_of(q, stack), ends, torch.bfloat16, False, True)
         yield "grouped_weight_only_mm", (x, stack.data, stack.scale, stack.granularity.name, ends)
     # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
     h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
-    yield "grouped_mm_dw", (h, x_t, b.scale, b.scale, "row", "row", offsets, torch.float32, "emulated", True)
+    yield "grouped_mm_dw", (h, x_t, b.scale, b.scale, "row", "row", offsets, torch.float32, True, True)
     scales = (torch.rand(n, 1).to(torch.float8_e8m0fnu) for n in (48, 32))
-    yield "grouped_mm_dw", (h, x_t, *scales, "group:32", "group:32", offsets, torch.float32, "emulated", True)
+    yield "grouped_mm_dw", (h, x_t, *scales, "group:32", "group:32", offsets, torch.float32, True, True)
     slot = torch.randperm(20).to(torch.int32)
     buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
     yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None)

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import Call, LinearCall, rescaled
+from octavo.nn.linear_function import Call, LinearCall, ones, rescaled
 from octavo.nn.module_tools import check_call, differentiable_once
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
-from octavo.numerics.scaling import scale_mantissa, scattered_signs
+from octavo.numerics.scaling import scattered_signs
 from octavo.ops.dispatch import COLUMNS, runs_experts
+from octavo.ops.launching import Factors
 from octavo.ops.permutation import Groups
 from octavo.ops.quantization import joined, matrices
 from octavo.ops.registration import check_tensor
@@ -203,15 +204,14 @@ class _Experts(torch.autograd.Function):
         x_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), ops.aligned_groups(offsets, len(slot), slot, row.shape[1])
-        factor, folded = weight.float().reshape(-1, 1)[slot], s_out.squeeze(2)
-        g, dweight = ops.combine_backward(
-            dout, y, row, recipe.dy, slot=slot, column_scale=folded, group=groups.expert,
-            row_scale=scale_mantissa(s_h) * factor,
-        )  # fmt: skip
-        observe_group(
-            call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
-            slot=slot, factor=factor, column_scale=folded, s_x=s_h,
-        )  # fmt: skip
+        weight, folded = weight.float(), s_out.squeeze(2)
+        factors = Factors(folded, groups.expert, mantissa_of=s_h, weight=weight)
+        g, dweight = ops.combine_backward(dout, y, row, recipe.dy, slot, factors)
+        if call.outer_observer is not None:
+            observe_group(
+                call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
+                slot=slot, factor=weight.reshape(-1, 1)[slot], column_scale=folded, s_x=s_h,
+            )  # fmt: skip
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
@@ -391,7 +391,7 @@ def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast
         data = joined(cast_again, 1)  # [K, E * N]
     else:
         data = ops.transpose(w_data.view(e * n, k), None, after)
-    scale = torch.ones((e, k, 1), dtype=torch.float32, device=w.device) if cast.by_row else s_w.transpose(1, 2)
+    scale = ones(data, e * k).view(e, k, 1) if cast.by_row else s_w.transpose(1, 2)
     return QTensor(data.view(k, e, n).transpose(0, 1), scale, cast.fmt, cast.granularity)
 
 
@@ -458,8 +458,8 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_w, *_ = ctx.needs_input_grad
         dy, dx, dw, recipe = dy.contiguous(), None, None, call.recipe.fusable
         if recipe is not None:
-            groups, m, folded = ops.aligned_groups(offsets, len(x_data)), scale_mantissa(s_x), s_w.squeeze(2)
-            g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
+            groups, folded = ops.aligned_groups(offsets, len(x_data)), s_w.squeeze(2)
+            g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, mantissa_of=s_x)
             observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, s_x=s_x, column_scale=folded)
             scales = ops.fold_scales(s_x, g.scale, s_w, offsets)
             if needs_x:

@@ -51,21 +51,21 @@ def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
 
 def scale_folded(data: Tensor) -> QTensor:
     """Bytes whose scale was folded into the other operand: theirs is 1."""
-    return QTensor(data, _ones(data), format_of(data.dtype), ROW)
+    return QTensor(data, ones(data, data.shape[0]), format_of(data.dtype), ROW)
 
 
 _known_ones: dict[tuple[torch.device, int], Tensor] = {}  # by device and rows, the widths of layers
 
 
-def _ones(data: Tensor) -> Tensor:
-    """Scales [K, 1] of 1 for data [K, T], the same tensor at each eager call: filling one takes a launch."""
+def ones(data: Tensor, rows: int) -> Tensor:
+    """Scales [rows, 1] of 1 for `data`, the same tensor at each eager call: filling one takes a launch."""
     if torch.compiler.is_compiling() or type(data) is not Tensor:  # traced
-        return data.new_ones((data.shape[0], 1), dtype=torch.float32)
-    key = data.device, data.shape[0]
+        return data.new_ones((rows, 1), dtype=torch.float32)
+    key = data.device, rows
     found = _known_ones.get(key)
     if found is None:
         with torch.inference_mode(False):
-            found = data.new_ones((data.shape[0], 1), dtype=torch.float32)
+            found = data.new_ones((rows, 1), dtype=torch.float32)
         if type(found) is not Tensor or (data.is_cuda and torch.cuda.is_current_stream_capturing()):
             return found  # the memory of a CUDA graph is written to again
         if data.is_cuda:  # another stream may read it next

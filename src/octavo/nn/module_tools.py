@@ -17,7 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.checkpoint.scheme import WEIGHT_DTYPES
-from octavo.ops.registration import FLOATS, TENSORS
+from octavo.ops.launching import TENSORS
+from octavo.ops.registration import FLOATS
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -76,7 +77,8 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise unsupported("the transforms of torch.func (grad, vmap, jvp and others)")
     dual, quantized = forward_ad._current_level >= 0, layer.recipe.quantized
-    for what, t in (("its input", x), *(("its weight", w) for w in weights)):
+    for t in (x, *weights):
+        what = "its input" if t is x else "its weight"
         if dual and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise unsupported("forward-mode differentiation (torch.autograd.forward_ad)")
         if type(t) not in TENSORS and hasattr(t, "device_mesh"):

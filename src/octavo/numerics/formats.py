@@ -113,6 +113,7 @@ FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E8M0, BF16,
 FP8_FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
 # The formats that a tensor can be quantized to: eight or four bits, with a sign and a zero.
 NARROW_FORMATS = {**FP8_FORMATS, E2M1.name: E2M1, INT8.name: INT8}
+_BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f is not E2M1}
 
 
 def get_format(name: str) -> Format:
@@ -131,10 +132,9 @@ def narrow_format(name: str) -> Format:
 
 def format_of(dtype: torch.dtype) -> Format:
     """The format of the torch dtype `dtype`, E4M3 for that of E2M1 too. Raises ValueError if there is none."""
-    for f in FORMATS.values():
-        if f.dtype == dtype:
-            return f
-    raise ValueError(f"no format has the dtype {dtype}: known are {', '.join(str(f.dtype) for f in FORMATS.values())}")
+    if dtype not in _BY_DTYPE:
+        raise ValueError(f"no format has the dtype {dtype}: known are {', '.join(map(str, _BY_DTYPE))}")
+    return _BY_DTYPE[dtype]
 
 
 # ---- Conversion of numbers to codes and back, by arithmetic on sign, exponent and mantissa.

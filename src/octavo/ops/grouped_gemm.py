@@ -5,6 +5,7 @@ first one begins at row 0. Only the reference reads them on the host, so a step 
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise, starmap
 from typing import Any
 
@@ -19,6 +20,7 @@ from octavo.ops.gemm import operands_of, scaled_mm_reference, wide_operand
 from octavo.ops.launching import Operands
 from octavo.ops.registration import check_tensor, operation
 
+_find_cached = lru_cache(maxsize=4096)(find_grouped_backend)
 ALIGNMENT = 16  # the GPU's kernel takes N and K in multiples of this
 
 
@@ -43,8 +45,7 @@ def grouped_mm(
             and the sums to BF16. N and K must be multiples of 16 there.
         fast_accumulation, emulate: as in `scaled_mm`.
     """
-    backend = _backend(Operands.of(a, b), emulate)
-    return _grouped_mm(*operands_of(a, b), offsets, out_dtype, backend, fast_accumulation)
+    return _grouped_mm(*operands_of(a, b), offsets, out_dtype, fast_accumulation, emulate)
 
 
 def grouped_mm_dw(
@@ -70,9 +71,8 @@ def grouped_mm_dw(
         scale_b: [K, groups] of b, with such a granularity.
     """
     scale_b = scale_a if scale_b is None else scale_b  # with row scales it is not read
-    backend = _backend(Operands(a, b, scale_a, scale_b, granularity, granularity), emulate)
     given = a, b, scale_a, scale_b, granularity.name, granularity.name
-    return _grouped_mm_dw(*given, offsets, out_dtype, backend, fast_accumulation)
+    return _grouped_mm_dw(*given, offsets, out_dtype, fast_accumulation, emulate)
 
 
 def grouped_mm_reference(operands: Operands, offsets: Tensor) -> Tensor:
@@ -100,11 +100,11 @@ def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
     return starmap(slice, pairwise([0, *offsets.tolist()]))
 
 
-def _backend(operands: Operands, emulate: bool) -> str:
+def _backend(operands: Operands, emulate: bool) -> str:  # chosen within the operation, as in `octavo.ops.gemm`
     a, b, scale_a, scale_b, *granularities = operands
     formats = format_of(a.dtype).name, format_of(b.dtype).name
     e8m0 = scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
-    backend = find_grouped_backend(a.device, formats, *granularities, e8m0=e8m0)
+    backend = _find_cached(a.device, formats, *granularities, e8m0=e8m0)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no grouped FP8 GEMM here: {backend.reason}. Leave the experts in BF16, or pass emulate=True to "
@@ -150,8 +150,8 @@ def _check_aligned(a: Tensor, *sizes: int) -> None:
 
 
 @operation(check=_check, like=lambda on, _, dtype, *rest: on.a.new_empty((on.a.shape[0], on.b.shape[1]), dtype=dtype))
-def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
-    a, b, scale_a, scale_b, by_a, _ = operands
+def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, fast: bool, emulate: bool) -> Tensor:
+    (a, b, scale_a, scale_b, by_a, _), backend = operands, _backend(operands, emulate)
     if backend == "emulated" or a.numel() == 0:
         return grouped_mm_reference(operands, offsets).to(out_dtype)
     if backend == "cutlass" and not any(size % 32 for size in b.shape[1:]):
@@ -170,8 +170,8 @@ def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, bac
     check=_check_dw,
     like=lambda on, ends, dtype, *_: on.a.new_empty((ends.shape[0], on.a.shape[0], on.b.shape[0]), dtype=dtype),
 )
-def _grouped_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
-    a, b, scale_a, _, by, _ = operands
+def _grouped_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, fast: bool, emulate: bool) -> Tensor:
+    (a, b, scale_a, _, by, _), backend = operands, _backend(operands, emulate)
     if backend == "emulated":
         return grouped_mm_dw_reference(operands, offsets).to(out_dtype)
     if backend == "cutlass":

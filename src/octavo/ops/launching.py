@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from octavo.numerics.qtensor import TENSOR, Cast, Granularity, QTensor
 
@@ -30,6 +31,7 @@ from octavo.numerics.qtensor import TENSOR, Cast, Granularity, QTensor
 # of each key only.
 
 
+TENSORS = frozenset((Tensor, Parameter))  # those that hold numbers; subclasses may not
 MOST = 10_000  # launches cached at a time; a grid depends on the number of tokens
 _cached: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]] = {}
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # of Inductor: a third of the time
@@ -39,7 +41,7 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous tensor on the device of `like`, the current one, not initialized; in its dtype by default."""
     dtype = like.dtype if dtype is None else dtype
-    if _empty_cuda is None or type(like) is not Tensor or not like.is_cuda:
+    if _empty_cuda is None or type(like) not in TENSORS or not like.is_cuda:
         return like.new_empty(shape, dtype=dtype)
     shape = tuple(shape)  # not a torch.Size, which the function refuses
     return _empty_cuda(shape, _strides(shape), dtype)
@@ -250,10 +252,10 @@ def quantizes_rows(x: Tensor, columns: int, fmt: str) -> bool:
 
 def fits(cast: Cast, columns: int) -> bool:
     """True if the registers of a program hold the rows (of `columns` elements) or the blocks of this cast."""
-    if cast.granularity == TENSOR:
-        return not cast.relative_floor
     if cast.by_row:
         return columns <= LONGEST_ROW and not (cast.relative_floor and cast.scale == "e8m0")
+    if cast.granularity == TENSOR:
+        return not cast.relative_floor
     rows, cols = cast.granularity.rows or 1, cast.granularity.cols or 1
     return not cast.relative_floor and power_of_two_above(rows) * power_of_two_above(cols) <= LONGEST_ROW
 
@@ -356,6 +358,16 @@ class Turn(NamedTuple):
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+
+
+class Factors(NamedTuple):
+    """What rows are multiplied by: the lines `group` [M] of column_scale [E, K], then the mantissas of mantissa_of
+    [M, 1], or these times the weights [T, top_k] of the rows' slots. Each is None for ones."""
+
+    column_scale: Tensor | None
+    group: Tensor | None
+    mantissa_of: Tensor | None
+    weight: Tensor | None
 
 
 class RowBatch:

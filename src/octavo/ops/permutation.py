@@ -11,31 +11,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.qtensor import ROW, Cast, QTensor
+from octavo.numerics.scaling import scale_mantissa
 from octavo.ops.dispatch import COLUMNS
 from octavo.ops.grouped_gemm import ALIGNMENT
-from octavo.ops.launching import has_kernels, runs_fused
+from octavo.ops.launching import Factors, has_kernels, runs_fused
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation
 from octavo.ops.transposition import group_of_rows
 
 
 def gather_quantize_reference(
-    x: Tensor,
-    cast: Cast,
-    slot: Tensor | None,
-    top_k: int,
-    column_scale: Tensor | None,
-    group: Tensor | None,
-    row_scale: Tensor | None,
-    y: Tensor | None,
-    row: Tensor | None,
+    x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors, y: Tensor | None, row: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Data and scale of the rows x[slot // top_k] * column_scale[group] * row_scale, and with y and `row` the products
-    [T, top_k] of the rows x[slot // top_k] and those of y, each summed, at their slots; zero where `row` is -1."""
+    """Data and scale of the rows x[slot // top_k] times the factors, and with y and `row` the products [T, top_k] of
+    the rows x[slot // top_k] and those of y, each summed, at their slots; zero where `row` is -1."""
+    column_scale, group, mantissa_of, weight = factors
     rows = x.float() if slot is None else x[slot // top_k].float()
     products = None if y is None else F.pad((rows * y.float()).sum(1), (0, 1))[row]  # the row -1 is zero
     if column_scale is not None and group is not None:
         rows = rows * column_scale[group]
+    row_scale = None if mantissa_of is None else scale_mantissa(mantissa_of)
+    if row_scale is not None and weight is not None:
+        row_scale = row_scale * weight.reshape(-1, 1)[slot]
     return *quantize_reference(rows, cast, None, row_scale, None), products  # type: ignore[return-value]
 
 
@@ -61,7 +58,7 @@ def gather_quantize(
     top_k: int = 1,
     column_scale: Tensor | None = None,
     group: Tensor | None = None,
-    row_scale: Tensor | None = None,
+    mantissa_of: Tensor | None = None,
 ) -> QTensor:
     """Gather rows and quantize each by its own scale, in one pass: data [M, K] and scale [M, 1].
 
@@ -72,41 +69,36 @@ def gather_quantize(
         top_k: the slots of a row of x.
         column_scale: float32 [E, K], multiplied into row m by its line group[m].
         group: int32 [M], from 0 to E - 1.
-        row_scale: float32 [M, 1], multiplied into the rows after that.
+        mantissa_of: float32 [M, 1], whose mantissas are multiplied into the rows after that, as in `quantize`.
     """
     check_row_cast("gather_quantize", cast)
-    data, scale, _ = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale, None, None)
+    factors = Factors(column_scale, group, mantissa_of, None)
+    data, scale, _ = _gather_quantize(x, cast.spec, slot, top_k, *factors, None, None)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
 def combine_backward(
-    dout: Tensor,
-    y: Tensor,
-    row: Tensor,
-    cast: Cast,
-    *,
-    slot: Tensor,
-    column_scale: Tensor,
-    group: Tensor,
-    row_scale: Tensor,
+    dout: Tensor, y: Tensor, row: Tensor, cast: Cast, slot: Tensor, factors: Factors
 ) -> tuple[QTensor, Tensor]:
     """The gradients of `combine` in one pass: by y, as `gather_quantize` quantizes it, and by the weight.
 
-    dout [T, K] is the gradient of its result. row_scale has the weight of each row in it. The gradient by the weight is
-    float32 [T, top_k], the sum of dout[t] * y[row[t, s]], and zero for a slot that adds nothing.
+    dout [T, K] is the gradient of its result. The gradient by the weight is float32 [T, top_k], the sum of
+    dout[t] * y[row[t, s]], and zero for a slot that adds nothing.
     """
     check_row_cast("combine_backward", cast)
-    given = slot, row.shape[1], column_scale, group, row_scale
-    data, scale, dweight = _gather_quantize(dout, cast.spec, *given, y, row)
+    data, scale, dweight = _gather_quantize(dout, cast.spec, slot, row.shape[1], *factors, y, row)
     return QTensor(data, scale, cast.fmt, ROW), dweight
 
 
-def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *factors: Tensor | None) -> None:
-    column_scale, group, row_scale, y, row = factors
+def _check_gather(
+    x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors, y: Tensor | None, row: Tensor | None
+) -> None:
+    column_scale, group, mantissa_of, weight = factors
     check_matrix("gather_quantize", x)
     m = x.shape[0] if slot is None else slot.shape[0]
     check_tensor("slot", slot, (m,), torch.int32)
-    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
+    check_tensor("mantissa_of", mantissa_of, (m, 1), torch.float32)
+    check_tensor("weight", weight, (m // top_k, top_k), torch.float32)
     if column_scale is not None:
         check_tensor("column_scale", column_scale, (column_scale.shape[0], x.shape[1]), torch.float32)
         if group is None:

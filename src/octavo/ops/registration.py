@@ -26,12 +26,11 @@ from torch.autograd.graph import increment_version
 from torch.compiler import config as compiler_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
-from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from octavo.numerics.formats import E2M1, Format, narrow_format
 from octavo.numerics.qtensor import Cast, Granularity, parse_cast, parse_granularity
-from octavo.ops.launching import launch
+from octavo.ops.launching import TENSORS, launch
 from octavo.version import __version__
 
 # ---- Calls of our operations, without PyTorch's dispatcher where nothing traces, records or transforms the call.
@@ -40,7 +39,6 @@ from octavo.version import __version__
 # operation mutates). A step makes hundreds of calls, and their time decides that of an eager step and of decoding.
 
 
-TENSORS = frozenset((Tensor, Parameter))
 PLAIN = TENSORS | {int, float, bool, str, torch.dtype, type(None)}
 READERS: dict[Any, Callable[[str], Any]] = {
     Cast: parse_cast,
@@ -111,7 +109,8 @@ class Operation(Generic[Result]):
             self._checked(args)
             return self.overload(*args)
         given = self._checked(self._pack(args))
-        self._count_writes(args)
+        if self._mutated:
+            self._count_writes(args)
         return self._compute(given)
 
     @cached_property
@@ -134,8 +133,7 @@ class Operation(Generic[Result]):
 
     def _count_writes(self, args: tuple[Any, ...]) -> None:
         """Let autograd notice that a tensor it may have saved changes."""
-        if self._mutated:
-            increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
+        increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
 
     def _compute(self, given: list[Any]) -> Result:
         """The results, with the device of the first tensor as the current one: Triton launches there."""

@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
-from octavo.ops.kernels.device_math import add, amax_bits, inverse, scale_from_amax, to_data
+from octavo.ops.kernels.device_math import add, amax_bits, inverse, mantissa, scale_from_amax, to_data
 from octavo.ops.kernels.grouped_gemm import DEPTH
-from octavo.ops.launching import allocate, cdiv, row_tile
+from octavo.ops.launching import Factors, allocate, cdiv, row_tile
 from octavo.ops.registration import launcher
 
 BLOCK_K = 1024  # columns of a program of `combine`
@@ -17,15 +17,7 @@ TILES = 4  # of adjacent rows that a program of `gather_quantize` takes in turn:
 
 
 def gather_quantize(
-    x: Tensor,
-    cast: Cast,
-    slot: Tensor | None,
-    top_k: int,
-    column_scale: Tensor | None,
-    group: Tensor | None,
-    row_scale: Tensor | None,
-    y: Tensor | None,
-    row: Tensor | None,
+    x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors, y: Tensor | None, row: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Same as `gather_quantize_reference`, for contiguous tensors. It adds the products in another order."""
     m, k = x.shape[0] if slot is None else slot.shape[0], x.shape[1]
@@ -35,7 +27,7 @@ def gather_quantize(
     # Smaller tiles than those of quantization alone, so that more programs wait for far rows (H200).
     block_m, warps = max(1, 2048 // block_k), max(2, block_k // 1024)
     launcher(_gather_kernel, (cdiv(m, TILES * block_m),))(
-        x, data, scale, slot, column_scale, group, row_scale, y, row, products, m, k,
+        x, data, scale, slot, *factors, y, row, products, m, k,
         TOP_K=top_k, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two,
         BLOCK_K=block_k, BLOCK_M=block_m, TILES=TILES, num_warps=warps,
     )  # fmt: skip
@@ -44,8 +36,8 @@ def gather_quantize(
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, data_ptr, scale_ptr, slot_ptr, column_scale_ptr, group_ptr, row_scale_ptr, y_ptr, row_ptr, products_ptr,
-    M, K, TOP_K: tl.constexpr, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr, slot_ptr, column_scale_ptr, group_ptr, mantissa_of_ptr, weight_ptr, y_ptr, row_ptr,
+    products_ptr, M, K, TOP_K: tl.constexpr, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     offs_k = tl.arange(0, BLOCK_K)
@@ -65,8 +57,11 @@ def _gather_kernel(
         if column_scale_ptr is not None:
             line_ptr = column_scale_ptr + tl.load(group_ptr + offs_m, mask_m, other=0).to(tl.int64) * K
             scaled *= tl.load(line_ptr[:, None] + offs_k[None, :], mask, other=0.0, eviction_policy="evict_last")
-        if row_scale_ptr is not None:
-            scaled *= tl.load(row_scale_ptr + offs_m, mask_m, other=0.0)[:, None]
+        if mantissa_of_ptr is not None:
+            factor = mantissa(tl.load(mantissa_of_ptr + offs_m, mask_m, other=0.0))
+            if weight_ptr is not None:
+                factor *= tl.load(weight_ptr + slot, mask_m, other=0.0)
+            scaled *= factor[:, None]
         if y_ptr is not None:
             here = tl.load(row_ptr + slot, mask_m, other=-1) >= 0
             tl.store(products_ptr + slot, tl.where(here, tl.sum(x * y.to(tl.float32), 1), 0.0), mask_m)
