@@ -42,7 +42,6 @@ from octavo.models.tokenizer import build_corpus, load_tokenizer
 from octavo.nn import use_fp8_attention
 from octavo.packing import pack
 from octavo.packing.transforms import fold
-from octavo.train.config import Config
 from octavo.train.settings import load_config
 from octavo.train.trainer import start_run
 from octavo.verification.findings import Report
@@ -57,23 +56,21 @@ Cache = Callable[[Any, int], QuantizedKVCache]
 
 
 def prepare(folder: Path) -> None:
-    """Train a model and write it to `folder`/model, its texts beside it."""
+    """Train a model and write it to `folder`/model in BF16, beside it a part of the training text, and the rest."""
     settings = f"--out {folder}/run --device cpu --recipe bf16 --mlp-width 768"  # a multiple of 128, as block needs
     config = load_config(None, [*demo.SETTINGS, *settings.split()])
     if signal := start_run(config, Console(quiet=True)).run().interrupted:
         raise SystemExit(f"{signal}: no result is written")
-    write_model(folder / "run", folder / "model")
-    write_texts(config, folder)
-
-
-def write_model(run: Path, out: Path) -> None:
-    """Write the newest checkpoint of a run as a Hugging Face folder in BF16."""
-    folder = RunFolder(run)
-    shutil.copytree(folder.model, out)
-    config = read_json(out / "config.json") | {"dtype": "bfloat16"}
-    (out / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder.newest() / "model.safetensors")
+    run, out = RunFolder(folder / "run"), folder / "model"
+    shutil.copytree(run.model, out)
+    (out / "config.json").write_text(json.dumps(read_json(out / "config.json") | {"dtype": "bfloat16"}))
+    tensors = load_file(run.newest() / "model.safetensors")
     save_file({name: t.bfloat16() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+    texts, tokenizer = read_text(config.data).texts, load_tokenizer(out)
+    corpus = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
+    for name, tokens in (("training", corpus.train[:500_000]), ("heldout", corpus.validation)):
+        text = bytes(tokens.astype("uint8")).decode("utf-8", errors="ignore").replace("\0", "\n")
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 def calibrated(folder: Path, name: str) -> Path:
@@ -82,15 +79,6 @@ def calibrated(folder: Path, name: str) -> Path:
     if not out.exists():
         calibrate(folder / name, [str(folder / "training.txt")], out, prompts=PromptOptions(128, 512, 16))
     return out
-
-
-def write_texts(config: Config, folder: Path) -> None:
-    """Write a part of the training text and the held-out text of the run."""
-    texts, tokenizer = read_text(config.data).texts, load_tokenizer(folder / "model")
-    corpus = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
-    for name, tokens in (("training", corpus.train[:500_000]), ("heldout", corpus.validation)):
-        text = bytes(tokens.astype("uint8")).decode("utf-8", errors="ignore").replace("\0", "\n")
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 def held_out(folder: Path) -> list[Tensor]:

@@ -17,15 +17,6 @@ from octavo.ops import quantize, scaled_mm
 CASTS = {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "1x128 by 128x128": (group(128), block(128, 128))}
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written a second, in TB/s."""
-    x = torch.randn(TOKENS * 2 * MLP_WIDTH, device=DEVICE, dtype=torch.bfloat16)
-    y = torch.empty_like(x)
-    rate = 4 * x.numel() / medians(interleaved({"copy": lambda: y.copy_(x)}, rounds=8, repeat=4))["copy"] / 1e9
-    show("copy", rate, "TB/s")
-    return rate
-
-
 def gemms() -> list[dict[str, Any]]:
     """TFLOP/s of the three GEMMs of each layer, in each way."""
     rows = []
@@ -98,5 +89,8 @@ def wide(q: QTensor) -> torch.Tensor:
 
 @benchmark()
 def main(_: Options) -> Results:
-    parts = {"copy": copy_bandwidth(), "gemm": gemms(), "attention_ms": attention(), "accumulation": accumulation()}
-    yield "gpu_ceilings", parts
+    x = torch.randn(TOKENS * 2 * MLP_WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    ms = medians(interleaved({"copy": lambda: y.copy_(x)}, rounds=8, repeat=4))["copy"]
+    show("copy", rate := 4 * x.numel() / ms / 1e9, "TB/s")  # read and written
+    yield "gpu_ceilings", {"copy": rate, "gemm": gemms(), "attention_ms": attention(), "accumulation": accumulation()}

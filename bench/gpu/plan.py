@@ -6,8 +6,6 @@ its own. A step is whole, with clipping and AdamW, and its time is the mean of f
 of three is taken. Five steps more show the time of the host: each begins with an idle GPU, and is not waited for. Two
 are profiled: their kernels by kind, and the time without any.
 
-The result is written after each configuration. With `--missing` the next run measures only those that it lacks.
-
 `--largest` looks for the largest batch on one GPU of 80 GB, by recipe, of the model of a billion parameters with the
 vocabulary of Llama 3. It takes the same steps on random tokens.
 
@@ -18,7 +16,7 @@ clipping, without, where a weight is updated during the backward pass, and with 
 weight is updated. `update_seconds` is what the host still needs when the GPU has computed a step: with clipping all of
 AdamW. The losses of the first steps of all modes must agree.
 
-    python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about five minutes on two GPUs
+    python -m bench.gpu.plan [--model 3b] [--only 1]                  about five minutes on two GPUs
     python -m bench.gpu.plan --largest                                about a minute on one
     python -m bench.gpu.plan --hosted                                 two or three on one, with 16 cores and 64 GB
 """
@@ -42,7 +40,7 @@ from bench.gpu.ranks import profiled
 from octavo.nn.parallel_weights import local_part
 from octavo.plan.cases import TrainingPlan, find_architecture
 from octavo.plan.setup import make_setup
-from octavo.rates.measured import Gpu, find_gpu, known_gpus
+from octavo.rates.measured import known_gpus
 from octavo.scales import cast_once
 from octavo.train.config import Config
 from octavo.train.loss import next_token_loss
@@ -128,14 +126,6 @@ def largest_of(config: Config) -> dict[str, Any]:
 
     with cast_once(model):
         return harness.largest_batch(step, (4, 8), before, optimizer)
-
-
-def gpu_here() -> Gpu:
-    """The GPU of the plan: the one whose name this machine's has in it; an H200 without one."""
-    if DEVICE == "cpu":
-        return find_gpu("h200")
-    name = torch.cuda.get_device_name().lower().replace(" ", "")
-    return next(gpu for key, gpu in known_gpus().items() if key in name)
 
 
 def with_plan(row: Row) -> Row:
@@ -228,7 +218,7 @@ def hosted() -> Results:
         yield "gpu_offload", {"tokens": HOSTED.batch * HOSTED.context, "cores": torch.get_num_threads(), "rows": rows}
 
 
-@benchmark(model="8b", only=int, missing=False, largest=False, hosted=False, worker=Path)
+@benchmark(model="8b", only=int, largest=False, hosted=False, worker=Path)
 def main(options: Options) -> Results:
     """--only: the configurations on so many GPUs. --worker: train by the settings in this file."""
     if options.worker:
@@ -246,13 +236,13 @@ def main(options: Options) -> Results:
             yield "gpu_largest_batch", {"context": config.context, "vocabulary": VOCABULARY, "recipes": found}
         return
     there, name = max(torch.cuda.device_count(), 1), f"gpu_plan_{options.model}"
-    rows = [row for row in harness.rows_before(name, "rows") if "error" not in row] if options.missing else []
+    rows: list[Row] = []
+    device = "h200" if DEVICE == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "")
+    gpu = next(key for key in known_gpus() if key in device)
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
-    measured = {configuration_of(row) for row in rows}
-    for each in [each for each in chosen if each not in measured][sized(0, -1) :]:
+    for each in chosen[sized(0, -1) :]:
         names = dict(zip(("gpus", "recipe", "checkpointing"), each, strict=True))
         found = measure(configured(options.model, *each), each[0])
-        rows.append(with_plan({"model": options.model, **names, "gpu": gpu_here().key, **found}))
+        rows.append(with_plan({"model": options.model, **names, "gpu": gpu, **found}))
         show(rows[-1])
-        rows.sort(key=lambda row: CONFIGURATIONS.index(configuration_of(row)))
         yield name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": rows}

@@ -66,20 +66,16 @@ def merge(folder: Path) -> Result:
         return {**harness.result_before("recipes"), **parts}
     found = runs.merge(folder)
     bf16 = list(found["losses"][BASE].values())
-    names = [name for name in VARIANTS if any(run["mode"] == name for run in trained)]
+    own = {name: [run for run in trained if run["mode"] == name] for name in VARIANTS}
+    recipes = {name: {"gemms": each[0]["gemms"], "gap": found["gaps"].get(name)} for name, each in own.items() if each}
+    for name, row in recipes.items():
+        row |= {"losses": (ended := found["losses"].get(name, {})), "diverged": len(own[name]) - len(ended)}
     return {
         **{key: found[key] for key in ("machine", "settings", "corpus", "tokens")},
         "bf16": {"losses": bf16, "spread": statistics.stdev(bf16) / statistics.mean(bf16) if len(bf16) > 1 else None},
-        "recipes": {name: losses_of(name, trained, found) for name in names},
+        "recipes": recipes,
         **{name: parts.get(name) for name in ("errors", "speed")},
     }
-
-
-def losses_of(name: str, trained: list[Result], found: Result) -> Result:
-    """The final losses of a recipe by seed, and its gap to BF16."""
-    own, losses = [run for run in trained if run["mode"] == name], found["losses"].get(name, {})
-    diverged = len(own) - len(losses)
-    return {"gemms": own[0]["gemms"], "losses": losses, "diverged": diverged, "gap": found["gaps"].get(name)}
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ import math
 import statistics
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,7 +296,12 @@ def merge(folder: Path) -> Result:
     """
     files = {path: json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
     runs = [content for content in files.values() if "seed" in content]
-    check_alike(folder, runs)
+    keys = [(run["mode"], run["seed"]) for run in runs]
+    if not any(mode == BASE for mode, _ in keys) or len(set(keys)) < len(keys):
+        raise ValueError(f"{folder} must hold each run once, those of {BASE} among them; it holds {sorted(keys)}")
+    for run, key in product(runs, ("settings", "corpus")):
+        if run[key] != runs[0][key]:
+            raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
     finite = [run for run in runs if run["final"] is not None]
     last = min(len(run["evaluations"]) for run in finite) - 1
     compared = finite[0]["evaluations"][last]["step"]
@@ -329,17 +335,6 @@ def merge(folder: Path) -> Result:
 def early(result: Result) -> str:
     """The end of the name of a result whose runs end early: they have another file than whole runs."""
     return f"_{result['compared_at_step']}" if result["compared_at_step"] < result["settings"]["steps"] else ""
-
-
-def check_alike(folder: Path, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ValueError unless `runs` has each run once, with one of BF16, and all with the same settings and text."""
-    keys = [(run["mode"], run["seed"]) for run in runs]
-    if not any(mode == BASE for mode, _ in keys) or len(set(keys)) < len(keys):
-        raise ValueError(f"{folder} must hold each run once, those of {BASE} among them; it holds {sorted(keys)}")
-    for run in runs:
-        for key in ("settings", "corpus"):
-            if run[key] != runs[0][key]:
-                raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
 
 
 def gaps(final: dict[Run, float], mode: str) -> Result:

@@ -173,20 +173,17 @@ def prefill_fp8_attention(shape: LlamaConfig) -> Result:
     for model in compared.values():
         models.compile_layers(model)
     steps: dict[str, Step] = {mode: partial(models.forward, model, ids) for mode, model in compared.items()}
-    for mode, attention in ((modes.ENGINE, "bf16"), (modes.ENGINE_FP8_ATTENTION, "fp8")):
-        steps[mode] = engine_step(packed[modes.ENGINE], ids, attention)
-    found = harness.turns(modes.BASE, steps, rounds=8, repeat=2, warmup=2)
-    ms = harness.medians(found["rounds"])
-    return {"layers": shape.layers, "tokens": shape.context, "db": found["sqnr"], "ms": ms, "rounds": found["rounds"]}
-
-
-def engine_step(model: Any, ids: Tensor, attention: str) -> Step:
+    model = packed[modes.ENGINE]
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = number  # `serve_models` gives all layers the same
     scales = [(torch.tensor([SCALE]), torch.tensor([SCALE]))] * len(model.model.layers)
-    engine = Engine(model, context=ids.shape[1], kv_cache="fp8", kv_scales=scales, attention=attention)
-    session, prompts = engine._new_session(1, ids.shape[1]), pad_prompts(ids.tolist(), ids.device)
-    return partial(torch.no_grad()(session.prefill), prompts)
+    prompts = pad_prompts(ids.tolist(), ids.device)
+    for mode, attention in ((modes.ENGINE, "bf16"), (modes.ENGINE_FP8_ATTENTION, "fp8")):
+        engine = Engine(model, context=ids.shape[1], kv_cache="fp8", kv_scales=scales, attention=attention)
+        steps[mode] = partial(torch.no_grad()(engine._new_session(1, ids.shape[1]).prefill), prompts)
+    found = harness.turns(modes.BASE, steps, rounds=8, repeat=2, warmup=2)
+    ms = harness.medians(found["rounds"])
+    return {"layers": shape.layers, "tokens": shape.context, "db": found["sqnr"], "ms": ms, "rounds": found["rounds"]}
 
 
 def _attention(_: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:

@@ -5,9 +5,8 @@
     8b, compile          4 layers of Llama-3-8B's shape, a head of 32,000, 8,192 tokens
     1b, octavo train     the command on a folder of 1b's shape: weights and AdamW in FP32, clipping, and the watch
 
-All modes of another cell than the last have the same parameters and the same states of AdamW, in BF16, and take turns
-in one process. So a peak is that of a step of the mode alone. Liger's loss is left out where Liger Kernel is not
-installed.
+The modes of the other cells have the same parameters and the same states of AdamW, in BF16, and take turns in one
+process. So a peak is that of a step of the mode alone. Liger's loss needs Liger Kernel.
 
 First come the losses alone. Their values and gradients are compared with float64: an error of ours above 1.25 times
 that of BF16's own plain loss ends the benchmark. Then follow the times of the losses, forward and backward.
@@ -151,8 +150,7 @@ def open_run(folder: str, recipe: str, compiled: bool, scope: ExitStack) -> Trai
     trainer = start_run(config, training_console())
     scope.enter_context(trainer.lock)
     metrics = scope.enter_context(step_metrics.Metrics(trainer.run_folder.metrics, resumed_at=0, config=config))
-    watched = step_metrics.watched(config, trainer.state, trainer.run_folder, metrics)
-    trainer.watch = scope.enter_context(watched)
+    trainer.watch = scope.enter_context(step_metrics.watched(config, trainer.state, trainer.run_folder, metrics))
     scope.enter_context(trainer.state.cast_once())
     return trainer
 

@@ -1,6 +1,7 @@
 """The tables of docs/plan.md: the figures of `octavo plan` beside measured ones."""
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -174,8 +175,7 @@ def serving_errors(results: dict[str, Result]) -> Rows:
 
 def whole_runs(results: dict[str, Result]) -> Rows:
     """The rows of bench/gpu/plan.py, by the plan as it is now."""
-    measured = (results[name] for model in MODELS if (name := f"gpu_plan_{model}") in results)
-    for row in (with_plan(row) for result in measured for row in result["rows"]):
+    for row in (with_plan(row) for _, result in plan_results(results) for row in result["rows"]):
         case = {key: row[key] for key in ("model", "gpus", "recipe", "checkpointing")}
         for name in ("seconds", "peak_bytes", "host_seconds"):
             case |= {f"{name}, planned": row["planned"][name], f"{name}, measured": row.get(name)}
@@ -210,6 +210,11 @@ def largest_errors(result: Result) -> str:
     most = {name: max(abs(each[name]) for each in errors) for name in AIMS}
     parts = (f"{name} at most {most[name]:.1%} off (aim {aim:.0%})" for name, aim in AIMS.items())
     return f"{len(errors)} configurations, {' and '.join(parts)}.".replace("%", " %")
+
+
+def plan_results(results: dict[str, Result]) -> Iterator[tuple[str, Result]]:
+    """The results of bench/gpu/plan.py by model."""
+    yield from ((model, results[f"gpu_plan_{model}"]) for model in MODELS if f"gpu_plan_{model}" in results)
 
 
 def gpus() -> Rows:

@@ -257,17 +257,6 @@ def test_every_configuration_of_a_plan_fits_its_gpu() -> None:
             assert unmeasured["planned"]["peak_bytes"] < find_gpu("h200").memory
 
 
-def test_a_run_of_a_plan_measures_what_the_result_lacks(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[int] = []
-    monkeypatch.setattr(plan, "measure", lambda config, gpus: called.append(gpus) or {"seconds": 1.0})
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for words in (["--only", "2"], ["--missing"], ["--missing"]):
-        plan.main(words)
-    assert called == [2, 2, 1, 1, 1, 1]
-    rows = json.loads((results / "gpu_plan_8b.json").read_text())["rows"]
-    assert [plan.configuration_of(row) for row in rows] == plan.CONFIGURATIONS
-
-
 @pytest.fixture
 def wide() -> Any:
     return models.build_bf16(replace(SMALL, layers=3, heads=4, kv_heads=2, mlp_width=512), "cpu")
