@@ -108,13 +108,12 @@ STACKS = 4  # of `Block` by `rowwise`: left + right, plain, gate + up, down
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_a_gpu_casts_them_by_a_graph_while_they_keep_their_memory(recipe: str) -> None:
     model = converted_model(Block().cuda(), recipe, emulate=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     used = cached_stacks(model)
 
     def step() -> None:
         for p in model.parameters():
             p.grad = torch.randn_like(p)
-        optimizer.step()
+        sgd(model)
 
     with octavo.scales.cast_once(model):
         counts = []

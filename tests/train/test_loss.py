@@ -59,8 +59,7 @@ def test_chunks_give_the_gradients_of_the_whole_and_leave_the_model_as_it_was(ma
     assert model(tokens()[0])[0].shape[-1] == VOCABULARY
 
 
-def test_a_converted_model_of_transformers_does_not_wait_for_the_gpu(monkeypatch):
-    """As it does where it looks for packed sequences."""
+def test_a_converted_model_of_transformers_does_not_look_for_packed_sequences_and_wait_for_the_gpu(monkeypatch):
     model = built("llama", vocab_size=VOCABULARY, use_cache=False)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: pytest.fail("it looks"))
     with pytest.raises(pytest.fail.Exception, match="it looks"):
