@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import octavo
 from octavo.inference.transformers_cache import CACHE
-from octavo.nn import FusedMLP, fused_modules
+from octavo.nn import FusedMLP, fused_modules, heads
 
 # Limits in dB of sqnr.
 SAME_QUANTIZATION_DB = 30  # of logits, fused or cached against layer by layer
@@ -129,6 +129,10 @@ def test_heads_turn_in_training_alone(monkeypatch):
     assert turns(lambda: model(tokens())) == 2
     with torch.no_grad():
         assert not turns(lambda: model(tokens()))
+    x, table = torch.randn(1, 2, 3, 16, requires_grad=True).bfloat16(), torch.ones(1, 3, 16)
+    for kind in (torch.float16, torch.bfloat16):  # of autocast: q and k are rounded by that to their own dtype alone
+        with torch.autocast("cpu", kind, enabled=kind != torch.bfloat16):
+            assert heads._rotate(lambda *given: "theirs", x, x, table, table) == "theirs"
     seen = []
     forward = LlamaAttention.forward
     replaced = wraps(forward)(lambda *given, **others: seen.append(1) or forward(*given, **others))

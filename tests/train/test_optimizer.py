@@ -297,20 +297,17 @@ def test_a_step_is_adamws_but_for_the_rounding_of_its_moments(state):
     "settings", [{"weights": "bf16"}, {"state": "8bit"}, {"state": "fp8", "weights": "bf16"}], ids=str
 )
 def test_a_step_is_torchaos_and_wraps_nothing_for_compilation(settings, monkeypatch):
-    def trained_in_dtype():
+    def trained_in_dtype(compile):
         model, config = make_model(), config_of(**settings)
         optimizer = make_optimizer(cast_weights(model, config), config)
         with monkeypatch.context() as patch:
-            if ours:
-                patch.setattr(torch, "compile", lambda *args, **options: pytest.fail("wrapped"))
+            patch.setattr(torch, "compile", compile)
             take_steps(model, optimizer, 3)
         return list(model.parameters())
 
-    ours = True
-    found = trained_in_dtype()
-    ours = False
+    found = trained_in_dtype(lambda *args, **options: pytest.fail("wrapped"))
     monkeypatch.setattr(optimizers, "_compiled_once", lambda base: base)
-    assert all(torch.equal(*pair) for pair in zip(found, trained_in_dtype(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(found, trained_in_dtype(torch.compile), strict=True))
 
 
 @pytest.mark.parametrize("state", EIGHT_BITS)
