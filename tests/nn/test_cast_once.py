@@ -120,7 +120,9 @@ def test_a_gpu_casts_them_by_a_graph_while_they_keep_their_memory(recipe: str) -
         for number in range(5):
             if number == 3:
                 model.plain.weight.data = model.plain.weight.data.clone()
+            versions = [cache.q.data._version for cache, _, _ in used]
             counts.append(casts_of_weights(model, step))
+            assert all(cache.q.data._version > version for version, (cache, _, _) in zip(versions, used, strict=True))
             for cache, linears, cast in used:
                 weights = [linear.weight for linear in linears]
                 fresh = quantize_stack(weights, cast) if cast.by_row else quantize(weights[0], cast)

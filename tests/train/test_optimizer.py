@@ -293,12 +293,10 @@ def test_a_step_is_adamws_but_for_the_rounding_of_its_moments(state):
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"weights": "bf16"}, {"state": "8bit"}, {"state": "fp8", "weights": "bf16"}], ids=str
-)
-def test_a_step_is_torchaos_and_wraps_nothing_for_compilation(settings, monkeypatch):
+@pytest.mark.parametrize("how", [{"weights": "bf16"}, {"state": "8bit"}, {"state": "fp8", "weights": "bf16"}], ids=str)
+def test_a_step_is_torchaos_and_wraps_nothing_for_compilation(how, monkeypatch):
     def trained_in_dtype(compile):
-        model, config = make_model(), config_of(**settings)
+        model, config = make_model(), config_of(**how)
         optimizer = make_optimizer(cast_weights(model, config), config)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "compile", compile)
