@@ -94,7 +94,7 @@ class _LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-SHAPES = 10_000  # of parameters, for each of which a step is compiled
+SHAPES = 10_000  # of parameters, at most: the update is compiled for each
 
 
 def _compiled_once(base: Any) -> Any:
@@ -110,9 +110,7 @@ def _compiled_once(base: Any) -> Any:
         def step(self, closure: None = None) -> None:
             with torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
                 for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is None:
-                            continue
+                    for p in [p for p in group["params"] if p.grad is not None]:
                         state, rounds = self.state[p], self.bf16_stochastic_round and p.dtype == torch.bfloat16
                         state["step"] += 1
                         moments = state["exp_avg"], state["exp_avg_sq"], None
