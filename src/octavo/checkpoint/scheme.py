@@ -313,9 +313,11 @@ _LARGEST = 448.0
 
 
 def suspected(layers: Iterable[tuple[str, Tensor, Callable[[], Tensor]]]) -> list[str]:
-    """The packed layers whose scales look reciprocal, if they are more than half of `layers`: of each its name, its
-    scales in floating point, and a function that returns its weight, data * scale, which is called only if the scales
-    are large. One layer at a time is in memory."""
+    """The packed layers whose scales look reciprocal, if they are more than half of `layers`.
+
+    Each layer has a name, scales in floating point, and a function that returns its weight, data * scale. The function
+    is called only if the scales are large, and one layer at a time is in memory.
+    """
     found = {
         name: float(scale.float().median()) > 1 and float(weight().abs().max()) > _LARGEST
         for name, scale, weight in layers

@@ -375,8 +375,8 @@ class _StandIn(nn.Module):
 
 @contextmanager
 def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[dict[str, Any]]:
-    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else. It
-    takes these keyword arguments too."""
+    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else. Yields
+    keyword arguments for the call, with which transformers does not wait for the GPU."""
     parent, _, name = head.name.rpartition(".")
     owner = model.get_submodule(parent)
     layer = getattr(owner, name)
@@ -520,9 +520,7 @@ def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
     return layers if all(isinstance(each, DecoderLayer) for each in layers) else []  # type: ignore[return-value]
 
 
-def _find_cache(
-    model: Any, layers: Sequence[DecoderLayer], args: Sequence[Any], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def _find_cache(model: Any, layers: list[DecoderLayer], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A cache as an argument of `model`, in which its layers store nothing; empty where transformers needs none.
 
     Without a cache and a mask, transformers looks for packed sequences in the positions of the tokens, which it has

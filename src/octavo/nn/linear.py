@@ -82,7 +82,7 @@ class WeightCache:
         self.note_cast(weights)
 
     def note_cast(self, weights: Sequence[Tensor]) -> None:
-        """Take `weights` for those that are cached."""
+        """Note that the cache holds the bytes of `weights` as they are now."""
         # These references keep the memory allocated until the next cast, so that no other weight gets its address.
         self.cast_weights, self.key = [local_part(w).detach() for w in weights], _key(weights)
 
