@@ -47,6 +47,13 @@ COMMANDS = {
     "inspect": "inspect PACKED",
     "formats": "formats",
 }
+OWN = {  # commands on a model of ours, which needs none of the extras
+    "train": "train --steps 1 --layers 1 --width 32 --context 32 --device cpu --data TEXT --out OUT/run",
+    "generate": "generate OUT/run --prompt a --count 1 --device cpu",
+    "evaluate": "evaluate OUT/run --device cpu",
+    "pack": "pack OUT/run OUT/packed",
+    "generate from packed": "generate OUT/packed --prompt a --count 1 --device cpu",
+}
 
 LLAMA = "import torch, octavo, transformers\nmodel = transformers.LlamaForCausalLM.from_pretrained(MODEL)"
 WALKS = {
@@ -71,11 +78,12 @@ config, console = Config.from_dict(settings), Console(quiet=True)
 def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each command has imported when it has run."""
     places = {"RUN": FIXTURES / "run", "PACKED": FIXTURES / "packed", "OUT": tmp_path_factory.mktemp("out")}
-    lines = [re.sub("|".join(places), lambda place: str(places[place[0]]), line).split() for line in COMMANDS.values()]
+    places["TEXT"], commands = write_text(tmp_path_factory, 300), COMMANDS | OWN
+    lines = [re.sub("|".join(places), lambda place: str(places[place[0]]), line).split() for line in commands.values()]
     done = subprocess.run([sys.executable, "-c", COMMAND, json.dumps(lines)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("=")]
-    return dict(zip(COMMANDS, found, strict=True))
+    return dict(zip(commands, found, strict=True))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -84,6 +92,11 @@ def test_a_command_that_computes_little_imports_little(name, imported):
     assert found["others"] == []
     assert found["modules"] <= MODULES
     assert found["lines"] <= LINES
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_model_of_ours_needs_no_transformers(name, imported):
+    assert "transformers" not in imported[name]["others"]
 
 
 def walk(before: str, call: str, places: dict[str, str], out: Path) -> None:

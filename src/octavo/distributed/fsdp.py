@@ -152,8 +152,9 @@ class ShardCache:
         for _, found in groupby(weights, lambda weight: weight.unit.group):
             unit = list(found)
             unit[0].prepare = partial(self.prepare, unit)
+        not_traced: Any = torch.compiler.disable  # a decorator of a method would import the compiler with this file
         # Before FSDP2's own hook, which gathers the weights of the root.
-        model.register_forward_pre_hook(self.before_forward, prepend=True)
+        model.register_forward_pre_hook(not_traced(self.before_forward), prepend=True)
         # PyTorch holds the hook for good: it must not hold the model.
         this = weakref.ref(self)
 
@@ -162,7 +163,7 @@ class ShardCache:
             if cache is not None:
                 cache.note_step(optimizer)
 
-        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(not_traced(after_step)).remove)
 
     @property
     def streams(self) -> Any:
@@ -172,7 +173,6 @@ class ShardCache:
     def note_state_dict(self, *_: Any) -> None:
         self.exposed = True
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that `optimizer` has changed weights. If it is the one that updates all, begin to quantize them.
 
@@ -185,7 +185,6 @@ class ShardCache:
         if self.stale and all(ours) and all(weight.history is None for weight in self.weights):
             self.begin()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, *_: Any) -> None:
         for weight in self.weights:
             weight.attach()

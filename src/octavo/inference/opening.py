@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from octavo.checkpoint.files import RECORD, ArtifactError, ShardReader, failing, model_tensors, read_json
 from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing, read_config, read_packing
@@ -49,7 +48,6 @@ from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
 from octavo.inference.packed_linear import PackedLinear, fuse, quantize_head, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
-from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
@@ -64,6 +62,10 @@ from octavo.util import choose_device, plural
 
 def load_transformers(folder: str, device: str | torch.device, kv_cache: str, attention: str, head: str) -> Any:
     """`octavo.load`. Only the files of the folder are read, and none of them is a pickle."""
+    from transformers import GenerationConfig
+
+    from octavo.inference.transformers_generate import accelerate_generate
+
     check_settings(None if kv_cache == AUTO else kv_cache, attention=attention)
     if head not in ("bf16", "rowwise"):
         raise ValueError(f"head must be one of bf16, rowwise, got {head!r}")
