@@ -402,11 +402,6 @@ def eager() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def allow_compilations(count: int) -> None:
-    """Let Dynamo compile the code of blocks, which they share, so many times more; beyond its limit it runs eagerly."""
-    torch._dynamo.config.recompile_limit += count
-
-
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:  # not a functools.partial, of which Dynamo would compile nothing
         return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)

@@ -34,7 +34,7 @@ from octavo.nn.parallel_weights import first_indices, local_part
 from octavo.nn.selection import e5m2_gradients, promote
 from octavo.train.config import Config
 from octavo.train.loss import own_random
-from octavo.train.model import allow_compilations, eager
+from octavo.train.model import eager
 from octavo.train.optimizer import RecentSteps, StepNumbers, learning_rate
 from octavo.train.processes import gather, print_line, rank, whole
 from octavo.train.saving import CheckpointWriter, TrainState, has_finite_weights, load_checkpoint
@@ -172,15 +172,12 @@ class Supervisor:
         if done:
             for promotion in done.values():
                 promote(layers[promotion.layer], promotion.to)
-            allow_compilations(len(done))
+            torch._dynamo.config.recompile_limit += len(done)  # blocks share their code, which runs eagerly beyond it
             self._cast_anew()
             self.actions.promotions.extend(done.values())
-            self._write_actions()
+            if rank() == 0:
+                self.run.write_actions(self.actions)
         return done
-
-    def _write_actions(self) -> None:
-        if rank() == 0:
-            self.run.write_actions(self.actions)
 
     def _repeat(self, bad: StepNumbers) -> None:
         """Promote the layer with the first number that is not finite, and return to the step before it."""
@@ -233,9 +230,9 @@ class Supervisor:
         state.optimizer.zero_grad()
         self._cast_anew()
         self.actions.rollbacks.append(rollback)
-        self._write_actions()
-        for newer in steps if rank() == 0 else ():
-            if newer > rollback.to:
+        if rank() == 0:
+            self.run.write_actions(self.actions)
+            for newer in (step for step in steps if step > rollback.to):
                 remove_folder(self.run.checkpoint(newer))
         self._losses.restart()
         self._stalls = StallRule(self.state.step)

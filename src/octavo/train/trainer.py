@@ -341,7 +341,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
         processes.check_same(config)
         trainer = prepare_run(config, run, stack, console, newest)
         apply_promotions(trainer.model, trainer.actions.promotions)
-        models.allow_compilations(len(trainer.actions.promotions))
+        torch._dynamo.config.recompile_limit += len(trainer.actions.promotions)
         saving.load_checkpoint(newest, trainer.state)
         ended = f", the last of its {plural(step, 'step')}: --steps N goes on" if step == config.steps else ""
         if processes.rank() == 0:  # without more steps the run keeps the settings that it was trained with
