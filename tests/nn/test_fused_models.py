@@ -228,11 +228,12 @@ def test_the_model_is_copied_pickled_restored_and_called_as_before():
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_transformers_looks_for_packed_sequences_where_positions_are_given_alone(monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_transformers_looks_for_packed_sequences_where_positions_are_given_alone(name, monkeypatch):
     """It waits for the GPU then."""
     seen, find = [], masking_utils.find_packed_sequence_indices
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda p: seen.append(p) or find(p))
-    model = make("llama")
+    model = make(name)
     expected, whole = gradients(model, use_cache=False)
     assert seen
     octavo.convert(model, fuse_loss=True)
@@ -241,7 +242,7 @@ def test_transformers_looks_for_packed_sequences_where_positions_are_given_alone
         patch.delattr(transformers.Cache, "update")
         found, output = gradients(model, use_cache=False)
     assert list(output) == [key for key in whole if key != "logits"]
-    assert len(model(**batch(), use_cache=False, return_dict=False)) == 1
+    assert len(model(**batch(), use_cache=False, return_dict=False)) == len(output)
     assert not seen
     assert abs(found["loss"] - expected["loss"]) < 1e-2
     packed = torch.arange(TOKENS).expand(2, -1) % 12

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
+from octavo.architectures import ARCHITECTURES
 from octavo.nn.fused_modules import CACHES, DecoderLayer
-from octavo.nn.module_tools import class_name, differentiable_once, mix_into, unsupported
+from octavo.nn.module_tools import class_name, differentiable_once, library_of, mix_into, unsupported
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
@@ -369,14 +370,17 @@ class _StandIn(nn.Module):
         super().__init__()
         self.layer, self.task, self.options = layer, task, options
 
+    @property
+    def weight(self) -> Tensor:  # Mamba reads its dtype
+        return self.layer.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.task.run(x, self.layer.weight, *self.options)
+        return self.task.run(x, self.weight, *self.options)
 
 
 @contextmanager
-def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[dict[str, Any]]:
-    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else. Yields
-    keyword arguments for the call, with which transformers does not wait for the GPU."""
+def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[None]:
+    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else."""
     parent, _, name = head.name.rpartition(".")
     owner = model.get_submodule(parent)
     layer = getattr(owner, name)
@@ -384,7 +388,7 @@ def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iter
     # Before the hook of FSDP, which gathers the weights for the backward pass of what the model returns.
     hook = model.register_forward_hook(lambda *_: task.loss, prepend=True)
     try:
-        yield _find_cache(model, decoder_layers(model), (), {})
+        yield
     finally:
         hook.remove()
         setattr(owner, name, layer)
@@ -459,7 +463,7 @@ class LossModel:
     added: ClassVar[tuple[str, ...]] = ("loss_head", "loss_embedding", "decoder_layers")
     loss_head: str
     loss_embedding: str  # of a `LossEmbedding`, or ""
-    decoder_layers: list[DecoderLayer]
+    decoder_layers: list[nn.Module]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -514,13 +518,23 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
-    """The decoder layers of a model of transformers; none if one of them is no `DecoderLayer`."""
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model of transformers; none if one of them may attend in another way than Llama's."""
     layers = [each for each in model.modules() if class_name(each).endswith("DecoderLayer")]
-    return layers if all(isinstance(each, DecoderLayer) for each in layers) else []  # type: ignore[return-value]
+    known = {f"{each.name}DecoderLayer" for each in ARCHITECTURES.values() if each.block.rms}
+    others = (each for each in layers if not isinstance(each, DecoderLayer))
+    return layers if all(library_of(m) == "transformers" and class_name(m) in known for m in others) else []
 
 
-def _find_cache(model: Any, layers: list[DecoderLayer], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def spare_search(model: nn.Module) -> None:
+    """Let each call of `model` with tokens alone spare transformers the search of `_find_cache`."""
+    if layers := decoder_layers(model):
+        model.register_forward_pre_hook(
+            lambda model, args, kwargs: (args, kwargs | _find_cache(model, layers, args, kwargs)), with_kwargs=True
+        )
+
+
+def _find_cache(model: Any, layers: list[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A cache as an argument of `model`, in which its layers store nothing; empty where transformers needs none.
 
     Without a cache and a mask, transformers looks for packed sequences in the positions of the tokens, which it has
@@ -535,7 +549,7 @@ def _find_cache(model: Any, layers: list[DecoderLayer], args: Sequence[Any], kwa
         return {}
     name = CACHES[0] if CACHES[0] in signature(model.forward).parameters else CACHES[1]
     cache: Any = import_module("transformers").DynamicCache()
-    cache.stays_empty = True
+    cache.stays_empty, cache.update = True, lambda keys, values, *_, **__: (keys, values)
     return {name: cache}
 
 

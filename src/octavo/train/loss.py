@@ -37,8 +37,8 @@ def _balanced(loss: Tensor, model: nn.Module) -> Tensor:
 
 def chunked_loss(head: Head, chunk: int, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The loss of `whole_loss`, with the logits of `chunk` tokens in memory at a time (`octavo.nn.fused_loss`)."""
-    with computing_loss(model, head, Task(targets), chunk) as arguments:
-        return _balanced(model(inputs, **arguments), model)
+    with computing_loss(model, head, Task(targets), chunk):
+        return _balanced(model(inputs), model)
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

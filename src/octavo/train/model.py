@@ -45,7 +45,7 @@ from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, tokeniz
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from octavo.nn import Conversion, convert, use_fp8_attention
-from octavo.nn.fused_loss import find_head
+from octavo.nn.fused_loss import find_head, spare_search
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
@@ -461,6 +461,7 @@ def make_trained_model(
             model = make_meta_model(config, vocabulary, saved)
         loss = make_loss(config, model)
         report = convert_model(model, config, device if divided or config.optimizer.on_host else None, degrees.data)
+        spare_search(model)
     if mesh is None:
         prepare_blocks(model, config)
         return TrainedModel(model, loss, report)
