@@ -88,14 +88,15 @@ def test_before_any_training_evaluation_scales_by_each_tensor_itself() -> None:
     assert linear.histories["x"].steps == 0
 
 
-def test_a_non_finite_step_leaves_no_trace() -> None:
+@pytest.mark.parametrize(("size", "skipped"), [(torch.inf, None), (9.0, torch.tensor(True))])
+def test_a_step_that_is_not_finite_or_skipped_leaves_no_trace(size: float, skipped: torch.Tensor | None) -> None:
     model, linear = make()
     step(model, 1.0)
     x = torch.ones(4, 32)
-    x[0, 0] = torch.inf
-    assert not model(x)[0].isfinite().any()
-    octavo.scales.update_scales(model)
-    assert linear.histories["x"].recent[:2].tolist() == [1.0, 0.0]
+    x[0, 0] = size
+    assert bool(model(x)[0].isfinite().any()) == (size < torch.inf)
+    octavo.scales.update_scales(model, skipped=skipped)
+    assert [*linear.histories["x"].recent[:2].tolist(), float(linear.histories["x"].pending)] == [1.0, 0.0, 0.0]
 
 
 def test_state_round_trips_and_is_checked() -> None:
@@ -228,7 +229,7 @@ def test_the_host_reads_no_number_once_all_histories_have_a_scale(rule: str) -> 
         octavo.scales.update_scales(model)
     for _, history in histories(model):
         history.ready = True
-    octavo.scales.update_scales(model)
+    octavo.scales.update_scales(model, skipped=torch.ones((), dtype=torch.bool, device="meta"))
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def test_six_steps_and_their_second_half_again(spawn, begin, records, tmp_path, 
         assert losses[step] == pytest.approx(loss, rel=2e-2)  # the same data, weights and casts
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
 def test_a_step_does_not_wait_for_the_gpu(begin, tmp_path, recipe):
     trainer = begin(recipe=recipe, precision="bf16", device="cuda", out=str(tmp_path))
     for _ in range(2):

@@ -83,9 +83,10 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
 
 
 @torch.no_grad()
-def update_scales(model: nn.Module) -> None:
+def update_scales(model: nn.Module, *, skipped: Tensor | None = None) -> None:
     """Finish a step of delayed scaling: call it after each optimizer step. Does nothing for other recipes.
 
+    Where `skipped`, a bool [] on the device, is True, the step changed no weight, and its amax values are dropped.
     Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are reduced over
     all ranks, by one small all-reduce for each dimension of the mesh. So every rank must call this.
 
@@ -106,6 +107,8 @@ def update_scales(model: nn.Module) -> None:
         return
     found = [history for group in groups.values() for history in group]
     amax = torch.stack([history.pending for history in found])
+    if skipped is not None:
+        amax = amax.masked_fill(skipped, 0)
     for mesh in dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")):
         for ranks in mesh.get_all_groups():
             dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)

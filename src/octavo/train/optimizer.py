@@ -273,11 +273,11 @@ class StepNumbers(NamedTuple):
 
 
 class RecentSteps:
-    """The steps since the last call of `read`."""
+    """The steps since the last call of `read`; but in FP16 `bad`, a bool [], says if a gradient was not finite."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, Tensor, Tensor]] = []
-        self._bad: Tensor | None = None
+        self.bad: Tensor | None = None
 
     def update(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> Tensor:
         """Take the optimizer's step, unless a gradient since the last `read` was not finite. The norm, whole."""
@@ -286,18 +286,13 @@ class RecentSteps:
             scaler.step(optimizer)
             return norm
         bad = ~norm.isfinite()
-        self._bad = bad if self._bad is None else bad | self._bad
+        self.bad = bad if self.bad is None else bad | self.bad
         if isinstance(optimizer, torch.optim.AdamW):  # fused
-            optimizer.found_inf = self._bad.float()  # type: ignore[attr-defined]
+            optimizer.found_inf = self.bad.float()  # type: ignore[attr-defined]
             optimizer.step()
-        elif not self._bad:  # an optimizer of torchao's takes no flag: read the norm
+        elif not self.bad:  # an optimizer of torchao's takes no flag: read the norm
             optimizer.step()
         return norm
-
-    @property
-    def bad(self) -> bool:
-        """True if a gradient since the last `read` was not finite: waits for the device."""
-        return self._bad is not None and bool(self._bad)
 
     def note(self, step: int, loss: Tensor, norm: Tensor) -> None:
         """Take the numbers of a step: `loss` 0-dim, of this rank; `norm` 0-dim, whole."""
@@ -308,7 +303,7 @@ class RecentSteps:
         if not self._steps:
             return []
         steps, losses, norms = zip(*self._steps, strict=True)
-        self._steps, self._bad = [], None
+        self._steps, self.bad = [], None
         return list(map(StepNumbers, steps, mean_of_ranks(torch.stack(losses)).tolist(), torch.stack(norms).tolist()))
 
 

@@ -171,8 +171,8 @@ class Trainer:
         state.scaler.update()
         state.skipped_steps += int(state.scaler.get_scale() < scale)
         state.optimizer.zero_grad()
-        if not (self.delayed and self.recent.bad):  # the scales stay with the weights; delayed scaling waits anyway
-            update_scales(self.model)
+        if self.delayed:
+            update_scales(self.model, skipped=self.recent.bad)  # the scales stay with the weights
         state.step += 1
         if self.watch is not None:
             self.watch.step()
