@@ -164,7 +164,7 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
     with files_of_at_most(100):
         refuses(run, go_on, OSError, "File too large")
     for *essentials, words in (
-        ("state.safetensors", "another recipe", "--recipe delayed"),
+        ("state.safetensors", "another recipe; ", "step-00000004 --recipe NAME)", "--recipe delayed"),
         ("elsewhere", "stays in its folder", "--out elsewhere"),
         ("unknown recipe", "rowwise", "--recipe row"),
         ("tokenizer characters requires a new run; got one that began with 'bytes'", "--tokenizer characters"),
@@ -235,11 +235,14 @@ def again(settings):
     return lambda **overrides: start_or_resume(settings(**overrides), Console(quiet=True))
 
 
-def test_a_run_is_begun_and_then_continued(again, tmp_path, text, monkeypatch):
+def test_a_run_is_begun_and_then_continued_with_its_settings_alone(again, tmp_path, text, monkeypatch):
     assert again(recipe="bf16", steps=4, warmup=0).run().step == 4
     monkeypatch.chdir(text.parent)
     trainer = again(recipe="bf16", steps=4, warmup=0, data=(text.name,))  # another way to write the same path
     assert trainer.state.step == 4
+    with pytest.raises(ConfigError, match="settings: seed is 0 there, and 1 here. Continue that run with --resume"):
+        again(recipe="bf16", steps=4, warmup=0, seed=1)
+    assert RunFolder(tmp_path / "run").checkpoints() == [tmp_path / "run" / "step-00000004"]
 
 
 def test_what_was_left_before_the_first_checkpoint_is_begun_anew(again, begin, records, tmp_path):
@@ -253,13 +256,6 @@ def test_what_was_left_before_the_first_checkpoint_is_begun_anew(again, begin, r
     assert trainer.state.step == 0
     trainer.run()
     assert list(records(trainer.run_folder.path)) == [1, 2]
-
-
-def test_a_run_with_other_settings_is_not_touched(again, begin, tmp_path):
-    begin(recipe="bf16", steps=4).run()
-    with pytest.raises(ConfigError, match="settings: seed is 0 there, and 1 here. Continue that run with --resume"):
-        again(recipe="bf16", steps=4, seed=1)
-    assert RunFolder(tmp_path / "run").checkpoints() == [tmp_path / "run" / "step-00000004"]
 
 
 # --- A run's folder belongs to one program: a second one is refused at once and the first one finishes unharmed

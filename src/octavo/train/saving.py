@@ -189,7 +189,8 @@ def _open_weights(folder: Path, model: nn.Module) -> ShardReader:
 
 def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     scales = {name: tensor for name, tensor in saved.items() if not name.startswith(PREFIX)}
-    check_match(scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe")
+    remedy = f"a run goes on with its recipe, and a branch with any (octavo train --branch {folder} --recipe NAME)"
+    check_match(scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe; {remedy}")
     return scales
 
 
