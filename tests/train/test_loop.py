@@ -258,9 +258,7 @@ def test_a_run_collects_between_its_steps(begin, monkeypatch):
     before_steps(trainer, lambda: enabled.append(gc.isenabled()))
     before = gc.isenabled()
     trainer.run()
-    assert collected == [1, 2, 3]
-    assert enabled == [False] * 3
-    assert gc.isenabled() == before
+    assert (collected, enabled, gc.isenabled()) == ([1, 2, 3], [False] * 3, before)
 
 
 # --- Models that are too large for the device

@@ -30,7 +30,7 @@ from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.rates.measured import known_gpus, peak_flops
 from octavo.train.processes import LastingStream, LiveConsole, print_line, show, training_console
 from octavo.train.run_records import read_records
-from octavo.train.step_metrics import Metrics, flops_per_token, mfu, observed_dtypes, show_progress, weight_ranges
+from octavo.train.step_metrics import Metrics, flops_per_token, largest_weights, mfu, observed_dtypes, show_progress
 from octavo.watching import read_watch
 
 WHOLE = "".join(f'{{"step": {step}, "loss": 0.5}}\n{{"step": {step}, "evaluation_loss": 0.5}}\n' for step in (1, 2, 3))
@@ -304,12 +304,12 @@ def look(rank):
     x, whole = torch.ones(3, 5), model_of_ranks()
     sharded = model_of_ranks()
     fully_shard(sharded, mesh=mesh)
-    assert weight_ranges(sharded) == weight_ranges(whole)
+    assert largest_weights(sharded) == largest_weights(whole)
     assert observed_dtypes(sharded, lambda: sharded(x).sum()) == observed_dtypes(whole, lambda: whole(x).sum())
     placed = model_of_ranks()
     for module, placement in ((placed[0], Shard(1)), (placed[2], Replicate())):
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [placement]))
-    assert weight_ranges(placed) == weight_ranges(whole)
+    assert largest_weights(placed) == largest_weights(whole)
 
 
 @pytest.mark.slow

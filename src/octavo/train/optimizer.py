@@ -237,7 +237,7 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:
             layouts[layout, grad.dtype].append(local_part(grad))
     norm: Tensor = torch.linalg.vector_norm(torch.cat([_norms(grads, key[0]) for key, grads in layouts.items()]))
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for grads in layouts.values():
+    for grads in layouts.values() if limit < math.inf else ():
         torch._foreach_mul_(grads, factor)
     return norm
 

@@ -238,15 +238,16 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 
 
 @torch.no_grad()
-def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """(smallest, largest) element of every whole parameter that is trained, in one transfer. Every rank must call
-    this."""
+def largest_weights(model: nn.Module) -> dict[str, float]:
+    """The largest magnitude of every whole parameter that is trained, in one transfer. Every rank must call this."""
     parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    extremes = torch.stack([_extremes(p) for p in parameters.values()])  # [P, 2], (smallest, -largest): reduced by MIN
+    parts = [local_part(p) for p in parameters.values()]
+    parts = [part if part.numel() else part.new_zeros(1) for part in parts]  # fewer rows than there are ranks
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])  # [P]
     for mesh in dict.fromkeys(p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh")):
         for group in mesh.get_all_groups():
-            dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
-    return {name: (low, -negated) for name, (low, negated) in zip(parameters, extremes.tolist(), strict=True)}
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return dict(zip(parameters, largest.tolist(), strict=True))
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
@@ -254,15 +255,6 @@ def scales_of(model: nn.Module) -> dict[str, float]:
     known = {name: history.scale for name, history in histories(model) if history.ready}
     values = torch.cat([scale.view(1) for scale in known.values()]).tolist() if known else []
     return dict(zip(known, values, strict=True))
-
-
-def _extremes(p: Any) -> Tensor:
-    """(smallest, -largest) of a parameter, or of the part that lies on this rank: [2] FP32."""
-    local = local_part(p)
-    if local.numel() == 0:  # a parameter with fewer rows than there are ranks
-        return torch.full((2,), torch.inf, device=local.device)
-    low, high = local.aminmax()
-    return torch.stack([low, -high]).float()
 
 
 # ---- The watch of a run of the trainer: `octavo.watch` by the table `[watch]`, drawn on the run's boards.

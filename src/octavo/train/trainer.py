@@ -183,7 +183,8 @@ class Trainer:
         """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim. `update`:
         the optimizer takes the gradients next."""
         config, state, sampled = self.config, self.state, self.watch is not None and self.watch.samples
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         total = torch.zeros((), device=state.device)
         first = self.actions.batch(step) * config.accumulate
         with state.on_device(beside=update and not sampled):
@@ -219,7 +220,7 @@ class Trainer:
         steps, seconds = clock.lap(state.step)
         with clock.paused():
             tokens = config.batch * config.accumulate * config.context
-            ranges = step_metrics.weight_ranges(self.model)
+            largest = step_metrics.largest_weights(self.model)
             record: dict[str, Any] = {
                 "loss": float(loss),
                 "learning_rate": learning_rate(state.step - 1, config),
@@ -228,7 +229,7 @@ class Trainer:
                 "seconds": round(seconds, 6),
                 "tokens_per_second": tokens * steps / seconds,
                 "peak_memory": max(processes.gather(processes.peak_memory(state.device))),
-                "largest_weight": max(max(-low, high) for low, high in ranges.values()),
+                "largest_weight": max(largest.values()),
             }
             if config.precision == "fp16":
                 record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
@@ -241,7 +242,7 @@ class Trainer:
             step_metrics.show_progress(self.console, state.step, config.steps, record, left)
             metrics.write(state.step, **record)
             if metrics.boards:
-                metrics.draw(state.step, {f"weights/{n}/largest": max(-low, high) for n, (low, high) in ranges.items()})
+                metrics.draw(state.step, {f"weights/{name}/largest": value for name, value in largest.items()})
                 scales = step_metrics.scales_of(self.model)
                 metrics.draw(state.step, {f"scales/{name}": value for name, value in scales.items()})
 
