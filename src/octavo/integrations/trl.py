@@ -1,6 +1,6 @@
 """Answers for TRL's GRPOTrainer from a model that is served in FP8, with the weights that TRL trains.
 
-model = octavo.convert(AutoModelForCausalLM.from_pretrained(folder), "rowwise_forward").model
+octavo.convert(model := AutoModelForCausalLM.from_pretrained(folder), "rowwise_forward")
 served = octavo.load("packed/model", "auto")                       packed from the same folder
 trainer = GRPOTrainer(model, rewards, args, train_dataset=prompts, rollout_func=Rollouts(served))
 """
