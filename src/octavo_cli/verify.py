@@ -28,8 +28,7 @@ def verify_command(
     command: typer.Context,
     packed: shared.Packed,
     against: Annotated[
-        Path | None,
-        option("MODEL", "The folder or run that it was packed from; without it fewer checks are made."),
+        Path | None, option("MODEL", "The folder or run that it was packed from; without it fewer checks are made.")
     ] = None,
     calibration: Annotated[Path | None, option("FOLDER", "The calibration that gave the stored scales.")] = None,
     data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}; without it the quality is not measured.")] = None,

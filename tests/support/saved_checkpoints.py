@@ -37,7 +37,7 @@ def make_state(layout="plain", *, recipe="bf16", width=13, steps=0):
     shard(model, layout)
     state = state_of(model, 1e-2)
     for _ in range(steps):
-        take_step(state)
+        one_step(state)
     return state
 
 
@@ -48,7 +48,7 @@ def state_of(model, learning_rate):
     return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"), "print")
 
 
-def take_step(state):
+def one_step(state):
     for p in state.model.parameters():
         p.grad = p.detach().sin()
     state.optimizer.step()

@@ -7,6 +7,7 @@ import shutil
 import threading
 from concurrent import futures
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,9 @@ from full_disk import files_of_at_most
 from packed_examples import small_shards
 from patience import HANG
 from ranks import run_ranks
+from rich.console import Console
 from safetensors.torch import load_file, save_file
-from saved_checkpoints import (
-    contents,
-    differing,
-    everything,
-    flip_bit,
-    make_state,
-    save_checkpoint,
-    snapshot,
-    take_step,
-)
+from saved_checkpoints import contents, differing, everything, flip_bit, make_state, one_step, save_checkpoint, snapshot
 from tiny_runs import before_steps
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -231,16 +224,24 @@ def test_checkpoints_come_one_after_the_other_and_hold_the_state_of_their_call(t
     required = everything(state)
     with CheckpointWriter(run, keep=3) as writer:
         writer.save(state)
-        take_step(state)
+        one_step(state)
         assert run.checkpoints() == []
         monkeypatch.setattr(writer, "wait", lambda: held.set() or CheckpointWriter.wait(writer))
         for _ in range(2):
             writer.save(state)
             assert run.checkpoint(state.step - 1) in run.checkpoints()
-            take_step(state)
+            one_step(state)
     assert run.checkpoints() == [run.checkpoint(step) for step in (2, 3, 4)]
     load_checkpoint(run.checkpoint(2), state)
     assert differing(everything(state), required) == []
+
+
+def test_a_run_says_how_long_it_waits_for_the_disk(begin, capsys, monkeypatch):
+    trainer, ticks = begin(recipe="bf16"), count()
+    trainer.console = Console(width=200)
+    monkeypatch.setattr("octavo.train.trainer.time.perf_counter", lambda: float(next(ticks)))
+    trainer.run()
+    assert capsys.readouterr().out.count("waited 1 s for the disk to take the checkpoint before: raise save_every") == 2
 
 
 def test_a_run_learns_of_a_failed_write_before_the_next_save(begin):
@@ -300,7 +301,7 @@ def test_a_checkpoint_that_cannot_be_removed_wholly_is_not_there(tmp_path, monke
     with CheckpointWriter(run, keep=1) as writer:
         monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
         for _ in range(2):
-            take_step(state)
+            one_step(state)
             writer.save(state)
     assert run.checkpoints() == [run.checkpoint(3)]
     monkeypatch.undo()
@@ -334,8 +335,8 @@ def loaded_by_two(rank, folder):
         torch.manual_seed(rank)
         load_checkpoint(path, state)
         drawn, wrong = torch.rand(1).item(), differing(everything(state), everything(required))
-        take_step(state)
-        take_step(required)
+        one_step(state)
+        one_step(required)
         results.append((wrong + differing(everything(state), everything(required)), drawn))
     parameters = dict(make_state("fsdp").model.named_parameters())
     load(parameters, storage_reader=HuggingFaceStorageReader(str(run.checkpoint(0))))

@@ -252,11 +252,10 @@ def test_cycles_are_freed_at_every_fiftieth_step_and_no_sooner():
 
 
 def test_a_run_collects_between_its_steps(begin, monkeypatch):
-    collected, enabled = [], []
+    collected, enabled, before = [], [], gc.isenabled()
     trainer = begin(steps=3)
     monkeypatch.setattr("octavo.train.processes.collect_young", collected.append)
     before_steps(trainer, lambda: enabled.append(gc.isenabled()))
-    before = gc.isenabled()
     trainer.run()
     assert (collected, enabled, gc.isenabled()) == ([1, 2, 3], [False] * 3, before)
 
