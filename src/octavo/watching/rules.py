@@ -28,11 +28,16 @@ _ALMOST_ALL = 0.999
 
 
 class SampleGrids:
-    """The records of one sampled step, each field as a grid of the operands of all layers. `layers` are by the number
-    that records have for them."""
+    """The records of one sampled step, each field as a grid of the operands of all `layers`, by the number that records
+    have for them, and then of their experts."""
 
     def __init__(self, operands: Records, layer_records: Records, layers: Sequence[WatchedLayer]) -> None:
-        self._operands, self._layer_records, self._layers = operands, layer_records, layers
+        self._operands, self._layer_records = operands, layer_records
+        self._places = operands["layer"].astype(np.int64) * len(OPERANDS) + operands["operand"]
+        # The binades of their formats, from the smallest subnormal number to the largest: 17.8 of e4m3.
+        known = {name: np.log2(f.max / f.smallest_subnormal) for name, f in FP8_FORMATS.items()}
+        rows = [[known.get(layer.formats.get(operand, ""), np.nan) for operand in OPERANDS] for layer in layers]
+        self.binades: Grid = np.concatenate([rows, np.repeat(rows, [layer.experts for layer in layers], axis=0)])
         self.step = int((operands if len(operands) else layer_records)["step"].max(initial=0))
         # The operands that a GEMM read in eight bits, and the share of their elements that are not zero.
         self.quantized: Mask = self._grid(operands["flags"] & UNQUANTIZED) == 0
@@ -41,10 +46,6 @@ class SampleGrids:
         self.all_zero: Mask = (self["amax"] == 0) & self.quantized
         flushed = self["flushed"]
         self.all_flushed: Mask = (flushed > 0) & (flushed >= _ALMOST_ALL * self.nonzero) & self.quantized
-        # The binades of their formats, from the smallest subnormal number to the largest: 17.8 of e4m3.
-        known = {name: np.log2(f.max / f.smallest_subnormal) for name, f in FP8_FORMATS.items()}
-        names = [[layer.formats.get(operand, "") for operand in OPERANDS] for layer in layers]
-        self.binades: Grid = np.array([[known.get(name, np.nan) for name in row] for row in names])
 
     def __getitem__(self, name: str) -> Grid:
         """A field of the operands' records; NaN where there is no record."""
@@ -52,14 +53,14 @@ class SampleGrids:
 
     def of_layers(self, name: str) -> Grid:
         """A field of the layers' records, [layers, 1]; NaN where there is no record."""
-        found = np.full((len(self._layers), 1), np.nan)
+        found = np.full((len(self.binades), 1), np.nan)
         found[self._layer_records["layer"], 0] = self._layer_records[name]
         return found
 
     def _grid(self, values: npt.NDArray[Any]) -> Grid:
-        found = np.full((len(self._layers), len(OPERANDS)), np.nan)
-        found[self._operands["layer"], self._operands["operand"]] = values
-        return found
+        found = np.full(self.binades.size, np.nan)
+        found[self._places] = values
+        return found.reshape(self.binades.shape)
 
 
 class History:
@@ -224,15 +225,17 @@ class SampleRules:
 
     def check(self, operands: Records, layer_records: Records) -> list[Event]:
         """The faults that the records of one step (`octavo.watching.storage`) have, and the sample before had not."""
-        experts = [layer for layer in self.layers for _ in range(layer.experts)]
-        sample = SampleGrids(operands, layer_records, [*self.layers, *experts])
+        sample = SampleGrids(operands, layer_records, self.layers)
         events = [event for rule in RULES for event in self._judge(rule, sample)]
         self._history.add(sample)
         return events
 
     def _judge(self, rule: Rule, sample: SampleGrids) -> Iterator[Event]:
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and inf are numbers that were found
-            values, experts = self._of_layers(rule.numbers(sample, self._history))
+            if not ((numbers := rule.numbers(sample, self._history)) > rule.limit).any():  # as in most samples
+                self._faults.pop(rule, None)
+                return
+            values, experts = self._of_layers(numbers)
             faults: Mask = values > rule.limit
         new = faults & ~self._faults.get(rule, np.zeros_like(faults))
         self._faults[rule] = faults
