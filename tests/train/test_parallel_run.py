@@ -21,6 +21,7 @@ from launch import run_elastic, torchrun
 from patience import HANG
 from ranks import run_ranks
 from rich.console import Console
+from saved_checkpoints import whole
 from tiny_models import make_model
 from tiny_runs import TINY, after_steps, tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,7 +33,7 @@ from octavo.checkpoint.folder import RunFolder
 from octavo.train import processes
 from octavo.train.config import Config, ConfigError, Parallel
 from octavo.train.optimizer import optimizer_state
-from octavo.train.processes import Degrees, agree_on_name, check_parallel, find_degrees, gather, mean_of_ranks, whole
+from octavo.train.processes import Degrees, agree_on_name, check_parallel, find_degrees, gather, mean_of_ranks
 from octavo.train.trainer import Trainer, resume_run, start_run
 from octavo_cli import main
 
@@ -50,7 +51,7 @@ def train(rank, folder, text, settings):
 
 
 def arrays(model):
-    return {name: whole(t.float()).detach().clone().numpy() for name, t in model_tensors(model).items()}
+    return {name: whole(t.float()).numpy() for name, t in model_tensors(model).items()}
 
 
 TWO = {"batch": 4, "evaluate_batches": 1}  # a batch of two ranks holds two of one process

@@ -238,8 +238,7 @@ def again(settings):
 def test_a_run_is_begun_and_then_continued_with_its_settings_alone(again, tmp_path, text, monkeypatch):
     assert again(recipe="bf16", steps=4, warmup=0).run().step == 4
     monkeypatch.chdir(text.parent)
-    trainer = again(recipe="bf16", steps=4, warmup=0, data=(text.name,))  # another way to write the same path
-    assert trainer.state.step == 4
+    assert again(recipe="bf16", steps=4, warmup=0, data=(text.name,)).state.step == 4  # the same path in other words
     with pytest.raises(ConfigError, match="settings: seed is 0 there, and 1 here. Continue that run with --resume"):
         again(recipe="bf16", steps=4, warmup=0, seed=1)
     assert RunFolder(tmp_path / "run").checkpoints() == [tmp_path / "run" / "step-00000004"]

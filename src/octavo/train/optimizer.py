@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from octavo.nn.parallel_weights import local_part
 from octavo.train.config import MOMENT_BLOCK, Config
 from octavo.train.host_masters import HostAdamW
-from octavo.train.processes import mean_of_ranks, whole
+from octavo.train.processes import mean_of_ranks
 from octavo.util import import_extra
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -279,12 +279,11 @@ class RecentSteps:
         self._steps: list[tuple[int, Tensor, Tensor]] = []
         self.bad: Tensor | None = None
 
-    def update(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> Tensor:
-        """Take the optimizer's step, unless a gradient since the last `read` was not finite. The norm, whole."""
-        norm = whole(norm)
+    def update(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
+        """Take the optimizer's step, unless a gradient since the last `read` was not finite."""
         if scaler.is_enabled():  # FP16: the scaler decides, for each step by itself
             scaler.step(optimizer)
-            return norm
+            return
         bad = ~norm.isfinite()
         self.bad = bad if self.bad is None else bad | self.bad
         if isinstance(optimizer, torch.optim.AdamW):  # fused
@@ -292,7 +291,6 @@ class RecentSteps:
             optimizer.step()
         elif not self.bad:  # an optimizer of torchao's takes no flag: read the norm
             optimizer.step()
-        return norm
 
     def note(self, step: int, loss: Tensor, norm: Tensor) -> None:
         """Take the numbers of a step: `loss` 0-dim, of this rank; `norm` 0-dim, whole."""

@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import BUILT_IN_MODELS, LockedError, WriteError
@@ -138,11 +137,6 @@ def mean_of_ranks(value: Tensor) -> Tensor:
         dist.all_reduce(value)
         value /= world_size()
     return value
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor that a DTensor divides among ranks; any other tensor as it is. Every rank must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- The ranks of a run, and how they agree. A run without a process group has the one rank 0.

@@ -241,8 +241,8 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 def largest_weights(model: nn.Module) -> dict[str, float]:
     """The largest magnitude of every whole parameter that is trained, in one transfer. Every rank must call this."""
     parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    parts = [local_part(p) for p in parameters.values()]
-    parts = [part if part.numel() else part.new_zeros(1) for part in parts]  # fewer rows than there are ranks
+    # a parameter may have fewer rows than there are ranks
+    parts = [part if part.numel() else part.new_zeros(1) for part in map(local_part, parameters.values())]
     largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])  # [P]
     for mesh in dict.fromkeys(p.device_mesh for p in parameters.values() if hasattr(p, "device_mesh")):
         for group in mesh.get_all_groups():

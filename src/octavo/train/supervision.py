@@ -36,7 +36,7 @@ from octavo.train.config import Config
 from octavo.train.loss import own_random
 from octavo.train.model import eager
 from octavo.train.optimizer import RecentSteps, StepNumbers, learning_rate
-from octavo.train.processes import gather, print_line, rank, whole
+from octavo.train.processes import gather, print_line, rank
 from octavo.train.saving import CheckpointWriter, TrainState, has_finite_weights, load_checkpoint
 from octavo.train.step_metrics import Metrics, precision_of
 from octavo.util import plural
@@ -77,7 +77,8 @@ class Supervisor:
         self._losses, self._stalls = LossRule(), StallRule(self.state.step)
         self._samples = None if self.watch is None else SampleRules(self.watch.layers)
         matrices = [p.detach() for group in self.state.optimizer.param_groups for p in group["params"] if p.ndim > 1]
-        squares = sum(float(whole(p.float().square().sum())) for p in matrices)
+        sums: list[Any] = [p.float().square().sum() for p in matrices]
+        squares = sum(float(each.full_tensor() if hasattr(each, "device_mesh") else each) for each in sums)
         self._root_mean_square = math.sqrt(squares / max(sum(p.numel() for p in matrices), 1))
         self._fp16 = self.config.precision == "fp16"
         self._counts = Counter[str]()

@@ -168,7 +168,7 @@ class Trainer:
         trained = (p for group in state.optimizer.param_groups for p in group["params"])
         norm = clip_gradients(trained, config.clip or math.inf) if state.hosted is None else state.hosted.clip()
         scale = state.scaler.get_scale()
-        norm = self.recent.update(state.optimizer, state.scaler, norm)
+        self.recent.update(state.optimizer, state.scaler, norm)
         state.scaler.update()
         state.skipped_steps += int(state.scaler.get_scale() < scale)
         state.optimizer.zero_grad()
