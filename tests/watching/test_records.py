@@ -73,6 +73,7 @@ def test_a_scale_known_before(known, saturates):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_not_finite_are_counted_and_left_out(bad):
     x = matrix()
+    x[5] = 1
     finite = x.clone()
     finite[5, 7] = 0
     x[5, 7] = bad
@@ -82,6 +83,9 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(bad):
     assert np.isfinite(found["scale"])
     assert found["sqnr"] > 20
     assert observed(x)["nonfinite"] == pytest.approx(1 / x.numel())
+    found = observed(x, Cast(granularity=TENSOR))  # its only scale is NaN
+    assert (found["nonfinite"], found["flushed"]) == (1, 0)
+    assert all(np.isnan(found[name]) for name in ("scale", "smallest_scale", "sqnr"))
 
 
 def test_a_tensor_of_zeros():
@@ -89,6 +93,10 @@ def test_a_tensor_of_zeros():
     assert (found["amax"], found["rms"], found["zero_rows"], found["flushed"], found["saturated"]) == (0, 0, 1, 0, 0)
     assert found["binades"].sum() == 0
     assert found["scale"] == np.float32(2.0**-126)
+
+
+def test_equal_numbers_have_no_kurtosis():
+    assert np.isnan(observed(torch.full((48, 80), -0.1))["kurtosis"])
 
 
 def test_samples_combine():

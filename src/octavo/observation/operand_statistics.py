@@ -131,7 +131,7 @@ class Rows:
         """The table [n, WIDTH] of the finite elements in a full sample, [n, HEAD] in a brief one."""
         x = self.x.float()
         n, device, finite = len(x), x.device, x.nan_to_num(0, 0, 0)
-        largest = torch.linalg.vector_norm(finite, torch.inf, 2)  # of each row
+        nonzero, largest = finite != 0, torch.linalg.vector_norm(finite, torch.inf, 2)  # of each row
         wide = (finite.double() if self.full else finite).flatten(1)
         square = wide * wide
         found: Found = {
@@ -140,13 +140,13 @@ class Rows:
             "amax": largest.amax(1),
             "elements": constant(x[0].numel(), device, n),
             "nonfinite": _count(finite != x),
-            "nonzero": _count(finite != 0),
+            "nonzero": _count(nonzero),
         }
         if self.full:
             found |= {"rows": constant(x.shape[1], device, n), "zero_rows": _count(largest == 0)}
             found |= {"x1": wide.sum(1), "x3": (square * wide).sum(1)}
         if self.cast is not None:
-            found |= self._of_scales(self.cast) | self._errors(self.cast, finite)
+            found |= self._of_scales(self.cast) | self._errors(self.cast, finite, nonzero)
         if self.cast is not None and not self.more:  # of a scale that is NaN, one element at least is not finite
             found["nonfinite"] += self.scale.isnan()
         table = table_of(found, n, device)
@@ -154,18 +154,18 @@ class Rows:
 
     def _of_scales(self, cast: Cast) -> Found:
         """The range of the scales, the amax of all rows where it is known, and the gap to a scale known before."""
-        scale = self.scale.nan_to_num(-torch.inf, torch.inf)
+        scale = self.scale.nan_to_num(-torch.inf, torch.inf, -torch.inf)
         found = {"scale": scale, "scales": constant(1, scale.device, len(scale)), **self.more}
         if self.known is not None:
             return found | {"all_amax": self.known, "minus_gap": torch.log2(self.known / (scale * cast.fmt.max))}
         amax = scale * cast.fmt.max if self.smallest_amax is None else self.smallest_amax
         return found | {"all_amax": torch.where(scale > SMALLEST_SCALE, amax, 0)}
 
-    def _errors(self, cast: Cast, finite: Tensor) -> Found:
+    def _errors(self, cast: Cast, finite: Tensor, nonzero: Tensor) -> Found:
         if self.numbers is None:
             return dict.fromkeys(("saturated", "codes"), constant(math.nan, finite.device, len(finite)))
         numbers = self.numbers
-        codes = _count(numbers != 0)
+        codes = _count((numbers != 0) & nonzero)  # where a scale is NaN, the bytes of zeros are too
         found = {"codes": codes}
         if self.shift is not None:  # a tie rounds to zero
             least = torch.exp2(self.shift) * (cast.fmt.smallest_subnormal / 2)
@@ -174,7 +174,7 @@ class Rows:
             found["saturated"] = _count(finite.abs() > self.scales * (cast.fmt.max * ROUNDING))
         if self.full:
             error = (finite - numbers * self.scales).double().nan_to_num_(0, 0, 0).flatten(1)
-            found["noise"] = (error * error).sum(1)
+            found["noise"] = torch.where(self.scale.isneginf(), torch.nan, (error * error).sum(1))  # no scale is known
         return found
 
 

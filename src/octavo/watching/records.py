@@ -23,6 +23,7 @@ LAYER_SUMS = (
     *("gradient_elements", "gradient_x2", "elements", "nonfinite", "weight_elements", "weight_x2"),
     *("update_x2", "updated_x2"),
 )
+LEAST_VARIANCE = 1e-6  # of the mean square, below which the kurtosis is rounding: NaN
 LAYER_FIELD = {name: i for i, name in enumerate((*LAYER_MAXIMA, *LAYER_SUMS, "exponents"))}
 
 
@@ -44,7 +45,8 @@ def operand_records(step: int, layers: Array, operands: Array, stats: Array, *, 
         m1, m3 = (0 * n, 0 * n) if about_zero else (m1, m3)
         records["rms"] = rms = np.sqrt(m2)
         records["crest"] = amax / rms
-        records["kurtosis"] = (m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4) / (m2 - m1**2) ** 2
+        variance = np.where(m2 - m1**2 > LEAST_VARIANCE * m2, m2 - m1**2, np.nan)
+        records["kurtosis"] = (m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4) / variance**2
         records["scale"] = scale = _known(field["scale"])
         # Where all blocks are zero, no scale is left out.
         smallest = -field["minus_smallest_scale"]
