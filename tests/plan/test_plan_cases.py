@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.checkpoint.folder import RunFolder
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
-from octavo.plan.cases import Case, find_architecture, find_runs, model_presets, parse_count
+from octavo.plan.cases import Case, find_architecture, find_runs, make_cases, model_presets, parse_count
 from octavo.plan.model_shape import describe_architecture
 from octavo.plan.setup import find_gemms
 from octavo.rates.measured import find_gpu, known_gpus
@@ -230,7 +230,17 @@ def test_octavos_own_models_are_counted_exactly(config, settings, tmp_path):
         ("{}", "model_type must be one of"),
         (json.dumps(OURS.to_hf() | {"hidden_size": "wide"}), "must be whole numbers of at least 1"),
         (json.dumps(OURS.to_hf() | {"hidden_size": None}), "must be whole numbers of at least 1"),
-        (json.dumps(OURS.to_hf() | {"num_hidden_layers": 0}), "every size of a model must be at least 1; got 0"),
+        *(
+            (
+                json.dumps(OURS.to_hf() | {name: size}),
+                f"size of a model must be a whole number of at least 1; got {size}",
+            )
+            for name, size in (("num_hidden_layers", 0), ("num_hidden_layers", 2.5), ("vocab_size", -3))
+        ),
+        *(
+            (json.dumps(OURS.to_hf() | {"head_dim": None} | {name: 3}), "must divide hidden_size and be a multiple of")
+            for name in ("num_attention_heads", "num_key_value_heads")
+        ),
         ("{", "is not valid JSON"),
         ("[]", "must hold a JSON object"),
         ("[" * 100_000, "config.json is not valid JSON .it is nested too deeply"),
@@ -245,6 +255,16 @@ def test_a_config_that_cannot_be_read(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         find_architecture(str(tmp_path), Config())
+
+
+def test_what_a_plan_cannot_compute_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(OURS.to_hf()))
+    (tmp_path / "own.toml").write_text(f'model = "{tmp_path}"\nlora = 8\n')
+    for case in (Case(str(tmp_path), {"lora": 8}), Case(str(tmp_path / "own.toml"))):
+        with pytest.raises(ValueError, match="can be planned, not that of adapters: leave out lora 8"):
+            case.training()
+    with pytest.raises(ValueError, match="--compare recipe stands twice"):
+        make_cases(Case("gpt2"), ["recipe=bf16", "recipe=rowwise"])
 
 
 def test_a_dit_block_counts_as_one_written_in_pytorch():

@@ -343,7 +343,11 @@ class Case:
                 raise ValueError(f"--{name} belongs to serving: add --serve")
         if self.network <= 0:
             raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
-        model, config = self._resolve(self.model in PRESETS)
+        given = dict(self.settings)
+        lora = given.pop("lora", 0)
+        model, config = replace(self, settings=given)._resolve(self.model in PRESETS)
+        if lora := lora or config.lora:
+            raise ValueError(f"the training of all weights can be planned, not that of adapters: leave out lora {lora}")
         return TrainingPlan(make_setup(model, config, find_gpu(self.gpu), self.gpus), self.network / 8 * 1e9)
 
     def serving(self) -> ServingPlan:
@@ -398,6 +402,9 @@ def make_cases(case: Case, compare: Sequence[str]) -> list[tuple[str, Case]]:
     combination, and none the case alone. NAME is a setting of training, or model, gpu, gpus, network, scheme, kv-cache
     or attention."""
     cases = [("", case)]
+    names = [each.partition("=")[0] for each in compare]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ValueError(f"--compare {twice} stands twice: give all its values once, as {twice}=VALUE,VALUE")
     for each in compare:
         name, _, values = each.partition("=")
         if not name or not all(values.split(",")):

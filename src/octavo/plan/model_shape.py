@@ -9,7 +9,6 @@ layers. Layers with the same `group` read the same input, and run as one GEMM wh
 """
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,8 +52,14 @@ class Attention:
     cached: int | None = None
 
     @property
-    def cache_features(self) -> int:
-        return self.keys + self.values if self.cached is None else self.cached
+    def key_heads(self) -> int:
+        return self.heads * self.keys // self.queries
+
+    def cache_features(self, gpus: int) -> int:
+        """The cached features on each of the GPUs that share the heads: at least one key head, and all of MLA's."""
+        if self.cached is not None:
+            return self.cached
+        return (self.keys + self.values) // self.key_heads * -(-self.key_heads // gpus)
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,12 @@ def _like_llama() -> dict[str, architectures.Architecture]:
 def _llama(name: str, f: Fields) -> Architecture:
     """Llama and its relatives: RMSNorm, grouped-query attention, SwiGLU, or experts of it."""
     width, known = f["hidden_size"], _like_llama()[f["model_type"]]
+    heads, kv_heads = f["num_attention_heads"], f.get("num_key_value_heads")
+    if heads % (kv_heads or heads) or (width % heads and not f.get("head_dim")):
+        raise ValueError(
+            f"{name}: num_attention_heads must divide hidden_size and be a multiple of num_key_value_heads; "
+            f"got {heads}, {width} and {kv_heads}"
+        )
     attention, layers = _grouped_query(f, biased=known.qkv_bias and f.get("qkv_bias", True))
     heads_norms = len(known.block.head_norms) * layers[0].outputs // attention.heads
     depth, others = f["num_hidden_layers"], 2 * width + heads_norms
@@ -332,9 +343,13 @@ FAMILIES: dict[str, Callable[[str, Fields], Architecture]] = {
 
 
 def positive_sizes(architecture: Architecture) -> Architecture:
-    """`architecture`; a ValueError if a size is below one."""
-    sizes = [architecture.width, architecture.context, architecture.depth, *(b.count for b in architecture.blocks)]
+    """`architecture`; a ValueError if a size is no whole number, or below one."""
+    sizes = [architecture.width, architecture.context, architecture.depth]
+    sizes += [architecture.vocabulary] if architecture.vocabulary else []  # an image model has none
     sizes += [size for block in architecture.blocks for layer in block.layers for size in (layer.inputs, layer.outputs)]
-    if min(sizes) < 1 or not all(math.isfinite(size) for size in sizes):
-        raise ValueError(f"{architecture.name}: every size of a model must be at least 1; got {min(sizes)}")
+    for size in sizes:
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"{architecture.name}: every size of a model must be a whole number of at least 1; got {size}"
+            )
     return architecture

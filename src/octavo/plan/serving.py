@@ -14,7 +14,7 @@ from the data sheet.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -200,24 +200,22 @@ class Server:
     @property
     def cache_bytes(self) -> float:
         """Bytes of the keys and values of one token on one GPU."""
-        features = sum(block.count * block.attention.cache_features for block in self.model.blocks)
-        return features * float(CACHE_BYTES[self.cache]) / self.gpus
+        features = sum(block.count * block.attention.cache_features(self.gpus) for block in self.model.blocks)
+        return features * float(CACHE_BYTES[self.cache])
 
 
 def check_server(server: Server) -> None:
     """Raise a ValueError for a model without vocabulary, an impossible size, or a scheme that does not fit."""
-    model, gpus, batch, context = server.model, server.gpus, server.batch, server.context
+    model, gpus, context = server.model, server.gpus, server.context
     if not model.vocabulary:
         raise ValueError(f"--serve is for language models, and {model.name} has no vocabulary: leave it out")
     for option, value, known in (("kv-cache", server.cache, CACHE_BYTES), ("attention", server.attention, CACHE_BYTES)):
         if value not in known:
             raise ValueError(f"--{option} must be one of {', '.join(known)}; got {value!r}")
-    if min(gpus, batch, context) < 1:
-        raise ValueError(f"--gpus, --batch and --context must be at least 1; got {gpus}, {batch} and {context}")
     if context > model.context:
         raise ValueError(f"--context must be at most the {model.context} tokens of {model.name}; got {context}")
     heads = model.blocks[0].attention.heads
-    if heads % gpus:
+    if gpus < 1 or heads % gpus:
         raise ValueError(f"--gpus must divide the {heads} heads of {model.name}; got {gpus}")
     if reason := refusal(model, server.scheme, server.gpu):
         raise ValueError(reason)
@@ -277,7 +275,7 @@ def plan_serving(server: Server) -> ServingPlan:
         attention="fp8" if server.is_fp8_attention else "bf16",
         weights=weights,
         cache=cache,
-        cache_a_token=each * server.gpus,
+        cache_a_token=replace(server, gpus=1).cache_bytes,
         peak=weights + cache + working,
         fits=cache <= free,
         prefill_seconds=prefill,

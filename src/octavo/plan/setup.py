@@ -202,7 +202,7 @@ def _check_degrees(model: Architecture, config: Config, degrees: Degrees) -> Non
     sizes = {"the context": config.context, "the width": model.width}
     for block in model.blocks:
         sizes |= {"the query heads": block.attention.heads, "the hidden features of the MLP": block.hidden}
-        sizes["the key and value heads"] = block.attention.heads * block.attention.keys // block.attention.queries
+        sizes["the key and value heads"] = block.attention.key_heads
     for name, size in sizes.items():
         if size % degrees.tp:
             divisors = [str(n) for n in range(1, min(size, 64) + 1) if all(each % n == 0 for each in sizes.values())]
