@@ -418,8 +418,10 @@ def _print(run: RunData) -> None:
         print_table(Table("", ("worst layers", "layer", "operand", "worst", "over the steps"), worst))
     events = run.watched.events if run.watched is not None else []
     if len(events) > _EVENTS:
-        say(f"the last {_EVENTS} of {len(events)} events:")
-    for event in events[-_EVENTS:]:
+        say(f"the first of each kind of {len(events)} events:")
+        firsts = {(event.rule, event.operand): event for event in reversed(events)}
+        events = sorted(firsts.values(), key=lambda event: event.step)
+    for event in events:
         action = "undone: the run went back" if event.undone else event.action
         action = f" ({action})" if action else ""
         say(f"step {event.step}: {event.describe()}{action}", "yellow")

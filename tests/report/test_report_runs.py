@@ -35,6 +35,17 @@ def test_a_run_of_octavo_train(tmp_path):
     assert facts["events"] == "1"
 
 
+def test_the_terminal_has_the_first_of_each_kind_of_many_events(tmp_path, printed):
+    events = make_run(tmp_path) / "watch" / "events.jsonl"
+    line = json.loads(events.read_text())
+    later = [line | {"step": 201 + n, "rule": ("underflow", "loss_stall")[n % 2]} for n in range(9)]
+    events.write_text("".join(json.dumps(each) + "\n" for each in (line, *later)))
+    text = printed("report", tmp_path)
+    assert "the first of each kind of 10 events:" in text
+    found = re.findall(r"^step (\d+): (\w+)", text, re.MULTILINE)
+    assert found == [(str(line["step"]), line["rule"]), ("201", "underflow"), ("202", "loss_stall")]
+
+
 def test_a_run_that_is_being_written(tmp_path):
     write_metrics(tmp_path, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
