@@ -1,5 +1,7 @@
 """Each rule over samples that are made up: silent on clean ones, and right about one number that is changed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from watch_examples import watched_layers
@@ -106,6 +108,13 @@ def test_a_number_far_above_the_last_samples_is_found(rules, samples, rule, fiel
     numbers = [before] * 16 + [0.99 * limit * before, 1.01 * limit * 0.99 * limit * before]
     found = found_in(rules, samples, change, numbers)
     assert found == [*[[]] * 17, [(rule, "blocks.2.up", ("x", "w", "dy")[operand])]]
+
+
+def test_four_bits_may_lose_what_eight_bits_may_not(rules, samples):
+    formats = rules.layers[0].formats | {"x": "e2m1"}
+    rules.layers[0] = replace(rules.layers[0], formats=formats)  # which rounds a fifth of normal numbers to zero
+    found = found_in(rules, samples, lambda operands, share: operands["flushed"][:2, X].fill(share), [0.15])
+    assert found == [[("underflow", "blocks.1.up", "x")]]
 
 
 def make_zero(records, zero=True):

@@ -34,7 +34,7 @@ class SampleGrids:
     def __init__(self, operands: Records, layer_records: Records, layers: Sequence[WatchedLayer]) -> None:
         self._operands, self._layer_records = operands, layer_records
         self._places = operands["layer"].astype(np.int64) * len(OPERANDS) + operands["operand"]
-        # The binades of their formats, from the smallest subnormal number to the largest: 17.8 of e4m3.
+        # The binades of formats of eight bits, from the smallest subnormal number to the largest: 17.8 of e4m3.
         known = {name: np.log2(f.max / f.smallest_subnormal) for name, f in FP8_FORMATS.items()}
         rows = [[known.get(layer.formats.get(operand, ""), np.nan) for operand in OPERANDS] for layer in layers]
         self.binades: Grid = np.concatenate([rows, np.repeat(rows, [layer.experts for layer in layers], axis=0)])
@@ -135,9 +135,10 @@ def _jump(sample: SampleGrids, history: History) -> Grid:
 
 
 def _flushed(sample: SampleGrids, history: History) -> Grid:
-    """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`."""
+    """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`. Four bits
+    have no limit: in e2m1 a fifth becomes zero in every run."""
     share: Grid = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
-    return np.where(sample.all_flushed, np.nan, share)
+    return np.where(sample.all_flushed | np.isnan(sample.binades), np.nan, share)
 
 
 def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
