@@ -279,7 +279,7 @@ def compare_command(
         found = {"runs": summaries, "remark": remark, "different_settings": different}
         print(json.dumps(found, indent=2))
         return
-    _print_runs(summaries, [run.name for run in records])
+    _print_runs(summaries, records)
     if remark:
         say(remark)
     for name, values in different.items():
@@ -328,7 +328,8 @@ def _decided(decision: Decision, margin: str) -> str:
     return f"cannot decide: {more}a longer run"
 
 
-def _print_runs(summaries: list[dict[str, Any]], names: list[str]) -> None:
+def _print_runs(summaries: list[dict[str, Any]], runs: list[RunData]) -> None:
+    names = [run.name for run in runs]
     gaps = ["gap"] if len(names) == 2 else [f"gap of {name}" for name in names[1:]]
     rows = []
     for step in sorted({step for each in summaries for step in each["evaluations"]}, key=int):
@@ -339,11 +340,11 @@ def _print_runs(summaries: list[dict[str, Any]], names: list[str]) -> None:
     say()
     rows = [
         {
-            "run": name, "steps": str(s["steps"]), "final loss": number(s["final_loss"], ".4f"),
-            "gap": number(s["gaps"].get(max(s["evaluations"], key=int, default="")), "+.2%"),
+            "run": run.name, "steps": str(s["steps"]), "final loss": run.last("evaluation_loss"),
+            "gap": number(s["gaps"].get(max(s["evaluations"], key=int)) if s["final_loss"] else None, "+.2%"),
             "tokens/s": number(s["tokens_per_second"], ",.0f"), "peak memory, GB": number(s["peak_memory"], ".2f", 1e9),
         }
-        for name, s in zip(names, summaries, strict=True)
+        for run, s in zip(runs, summaries, strict=True)
     ]  # fmt: skip
     print_rows(rows)
 
@@ -356,7 +357,7 @@ def _summary(run: RunData, first: RunData) -> dict[str, Any]:
         "steps": run.last_step,
         "evaluations": {str(step): loss for step, loss in run.evaluations.items()},
         "gaps": {str(s): loss / before[s] - 1 for s, loss in run.evaluations.items() if loss and before.get(s)},
-        "final_loss": run.evaluations.get(max(run.evaluations, default=-1)),
+        "final_loss": run.series["evaluation_loss"].last if run.evaluations else None,
         "tokens_per_second": run.tokens_per_second,
         "peak_memory": run.peak_memory,
     }

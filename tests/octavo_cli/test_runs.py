@@ -179,6 +179,20 @@ def test_runs_without_memory_or_with_other_steps_are_compared_too(printed, train
     assert [part for part in ("%", ONE_SEED, "recipe") if part in out] == []
 
 
+def test_a_run_that_ends_without_a_loss_has_no_gap(printed, refused, trained, tmp_path):
+    bad = shutil.copytree(trained / "bf16", tmp_path / "bad")
+    change_json(bad / "config.json", lambda config: config.update(recipe="rowwise"))
+    losses = {2: 5.0, 4: None}
+    lines = [json.dumps({"step": step, "evaluation_loss": loss}) + "\n" for step, loss in losses.items()]
+    (bad / "metrics.jsonl").write_text("".join(lines))
+    row = next(line for line in printed("compare", trained / "bf16", bad).splitlines() if line.startswith("bad"))
+    assert row.split("  ")[0] == "bad"
+    assert row.rstrip().endswith("inf or NaN at step 4, 5.0000 at step 2")
+    assert json.loads(printed("compare", trained / "bf16", bad, "--json"))["runs"][1]["final_loss"] is None
+    for runs in ((trained / "bf16", bad), (bad, trained / "bf16")):
+        assert "must have a finite evaluation loss at step 4" in refused("compare", *runs, "--decide", "1%")
+
+
 def test_groups_of_runs_are_decided(printed, trained, tmp_path):
     """Four runs of BF16 with seeds, four in FP8 that end 0.1 % higher with some spread, and two twins."""
     changes = {"bf16": {}, "fp8": {"recipe": "rowwise"}, "twin": {"disturb": 0.1}}

@@ -219,8 +219,8 @@ def run_facts(run: RunData) -> dict[str, str]:
         **{name: str(run.started.get(name, "")) for name in ("command", "machine", "versions")},
         "recipe": recipe_name(run.settings),
         "steps": _steps(run),
-        "loss": _loss(run.series.get("loss")),
-        "evaluation loss": _loss(run.series.get("evaluation_loss")),
+        "loss": run.last("loss"),
+        "evaluation loss": run.last("evaluation_loss"),
         "tokens/s": number(run.tokens_per_second, ",.0f"),
         "MFU": number(last.get("mfu"), ".1%"),
         "peak memory": f"{run.peak_memory / 1e9:.2f} GB" if run.peak_memory else "",
@@ -287,14 +287,6 @@ def _steps(run: RunData) -> str:
     return f"{done:,} of {planned:,}" if isinstance(planned, int) and planned > done else f"{done:,}"
 
 
-def _loss(series: Series | None) -> str:
-    """The last loss; if that is inf or NaN, the last number and its step, too."""
-    if series is None or series.last is not None:
-        return "" if series is None else number(series.last, ".4f")
-    before = ", {1:.4f} at step {0:,}".format(*[*series.finite.items()][-1]) if series.finite else ""
-    return f"inf or NaN at step {int(series.steps[-1]):,}{before}"
-
-
 def verdict(run: RunData, *, alone: bool = True) -> tuple[str, bool]:
     """A sentence on a run, and True if it went well: its loss is a number, and the watch found nothing."""
     name, loss = "" if alone else f"{run.name}: ", run.series.get("loss")
@@ -302,7 +294,7 @@ def verdict(run: RunData, *, alone: bool = True) -> tuple[str, bool]:
         return f"{name}The loss is inf or NaN at step {int(loss.steps[-1]):,}.", False
     ended = f"{name}{'The run is at' if alone else 'at'} step {_steps(run)}"
     if loss is not None:
-        ended += f" with a loss of {_loss(loss)}"
+        ended += f" with a loss of {run.last('loss')}"
     if run.watched is None:
         return f"{ended}; its layers were not watched.", True
     kinds = Counter(event.rule for event in run.watched.events if not event.undone).most_common()

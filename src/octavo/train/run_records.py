@@ -157,6 +157,14 @@ class RunData:
     def _numbers(self, key: str) -> dict[int, float]:
         return self.series[key].finite if key in self.series else {}
 
+    def last(self, key: str) -> str:
+        """The last value of a series; if that is inf or NaN, the last number and its step, too. "" without a value."""
+        series = self.series.get(key)
+        if series is None or series.last is not None:
+            return "" if series is None else f"{series.last:.4f}"
+        before = ", {1:.4f} at step {0:,}".format(*[*series.finite.items()][-1]) if series.finite else ""
+        return f"inf or NaN at step {int(series.steps[-1]):,}{before}"
+
     @property
     def last_step(self) -> int:
         """The last step that was logged or sampled."""
@@ -313,7 +321,7 @@ def gaps_of(group: Group, base: Group) -> list[float]:
 
 def _loss(run: RunData, base: RunData) -> float:
     """The mean loss of a run at the last evaluations of `base`."""
-    steps = sorted(base.evaluations)[-LAST:]
+    steps = base.series["evaluation_loss"].steps[-LAST:].tolist() if base.evaluations else []
     missing = [step for step in steps if step not in run.evaluations]
     if missing or not steps:
         step = missing[0] if missing else base.last_step
