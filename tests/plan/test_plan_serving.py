@@ -41,6 +41,14 @@ def test_keys_and_values_by_context_and_batch():
     assert (one.cache, one.cache_a_token) == (many.cache, many.cache_a_token)
 
 
+def test_only_servers_of_several_nodes_wait_for_the_network():
+    def seconds(gpus, network):
+        return Case("llama-3.1-8b", gpus=gpus, network=network).serving().prefill_seconds
+
+    assert seconds(8, 400) == seconds(8, 50)
+    assert seconds(16, 50) > 1.5 * seconds(16, 400)
+
+
 def test_the_largest_batch_fits_and_one_more_does_not():
     most = serve("bf16", 1, 8192).largest_batch
     assert [serve("bf16", batch, 8192).fits for batch in (most, most + 2)] == [True, False]

@@ -341,20 +341,22 @@ class Case:
         for name, own in _SERVING.items():
             if getattr(self, own) != getattr(Case, own):
                 raise ValueError(f"--{name} belongs to serving: add --serve")
-        if self.network <= 0:
-            raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
         given = dict(self.settings)
         lora = given.pop("lora", 0)
         model, config = replace(self, settings=given)._resolve(self.model in PRESETS)
         if lora := lora or config.lora:
             raise ValueError(f"the training of all weights can be planned, not that of adapters: leave out lora {lora}")
-        return TrainingPlan(make_setup(model, config, find_gpu(self.gpu), self.gpus), self.network / 8 * 1e9)
+        return TrainingPlan(make_setup(model, config, find_gpu(self.gpu), self.gpus), self._network())
 
     def serving(self) -> ServingPlan:
         """The GPUs share each layer; the setting batch counts the sequences that are generated at once."""
-        if self.network != Case.network:
-            raise ValueError("--network belongs to training: leave out --serve, or --network")
         return plan_serving(self._server())
+
+    def _network(self) -> float:
+        """Bytes a second of a GPU's network card."""
+        if self.network <= 0:
+            raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
+        return self.network / 8 * 1e9
 
     def _server(self) -> Server:
         model, config = self._resolve(self.model in PRESETS.keys() - model_presets().keys())
@@ -363,7 +365,8 @@ class Case:
         usual = SCHEME_OF.get(recipe.name, CHANNEL.name) if recipe.quantized else BF16
         scheme = find_scheme(self.scheme or usual)
         batch = config.batch if "batch" in self.settings else 1
-        return Server(model, scheme, gpu, self.gpus, batch, config.context, self.cache, self.attention)
+        sizes = self.gpus, batch, config.context
+        return Server(model, scheme, gpu, *sizes, self.cache, self.attention, self._network())
 
     def _resolve(self, preset: bool) -> tuple[Architecture, Config]:
         """The model's layers, and its own settings, or those given with the defaults of a plan."""

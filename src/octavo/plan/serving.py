@@ -23,7 +23,7 @@ from octavo.ops.dispatch import SHORTEST_PROMPT
 from octavo.ops.launching import ARCHITECTURES
 from octavo.plan.model_shape import Architecture, Block, Layer
 from octavo.plan.setup import attention_seconds, find_origins, fp8_limit
-from octavo.plan.step_time import Links
+from octavo.plan.step_time import NODE, Links
 from octavo.rates.measured import Gpu, experts_like, forward_seconds, fp8_speed, interpolate_along, measured_speeds
 from octavo.recipe import Recipe
 
@@ -150,6 +150,7 @@ class Server:
     context: int
     cache: str
     attention: str
+    network: float = 50e9  # bytes a second of a GPU's network card, beyond one node
 
     @cached_property
     def speeds(self) -> SchemeSpeeds:
@@ -348,7 +349,7 @@ def _layer_step_seconds(server: Server, layer: Layer) -> float:
 
 def _exchange_seconds(server: Server, rows: int) -> float:
     """Two sums of the residual stream in BF16 over the GPUs of one block, each a reduction and a gather; 0 for one."""
-    return 4 * Links(server.gpu.link).gather(2.0 * rows * server.model.width, server.gpus)
+    return 4 * Links(server.gpu.link, NODE * server.network).gather(2.0 * rows * server.model.width, server.gpus)
 
 
 def _origins(server: Server) -> dict[str, str]:
