@@ -202,7 +202,7 @@ def _print_recipe(recipe: str) -> None:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.9g}" if isinstance(value, float) else str(value)  # so many digits tell all float32 numbers apart
 
 
 def facts(f: Format) -> dict[str, Any]:
@@ -248,5 +248,5 @@ def look(number: float, f: Format) -> dict[str, Any]:
         "below": neighbour(-1),
         "above": neighbour(+1),
         "error": error,
-        "relative": error / abs(number) if number else 0.0,
+        "relative": error / abs(number) if number else error,
     }

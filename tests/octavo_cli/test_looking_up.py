@@ -178,6 +178,7 @@ def test_a_number_is_stored_as_ml_dtypes_stores_it(printed, name):
         (3.1, "e8m0", {"value": 4.0}),
         (0.1, "e8m0", {"value": 0.125}),
         (0.09, "e8m0", {"value": 0.0625}),
+        (0.0, "e8m0", {"value": None, "error": None, "relative": None}),
         (-1000, "e4m3", {"code": "0xfe", "value": -448, "error": 552, "above": -416}),  # beyond the largest
     ],
 )
@@ -189,8 +190,10 @@ def test_a_number_is_shown_in_every_format(printed):
     table = printed("formats", "0.1")
     assert [line.split()[0] for line in table.splitlines()[1:] if line.strip()] == list(TYPES)
     shown = printed("formats", "0.1", "--format", "e4m3")
-    for essential in ("e4m3", "0 0011 101", "0x1d", "0.1016", "0.09375", "0.1094"):
+    for essential in ("e4m3", "0 0011 101", "0x1d", "0.1015625", "0.09375", "0.109375"):
         assert essential in shown
+    value, below, above = printed("formats", "0.1", "--format", "fp32").splitlines()[3:6]
+    assert [line.split()[1] for line in (below, value, above)] == ["0.099999994", "0.100000001", "0.100000009"]
 
 
 @pytest.mark.parametrize("number", ["448", "inf", "nan", "-1e300"])
