@@ -89,10 +89,8 @@ def plan_command(
             raise ValueError(f"{given[0]} needs a model: a number of parameters has one table, that of training")
         _show_states(count, as_json)
         return
-    if not model:
-        raise ValueError("MODEL must name a model, such as llama-3-8b; got an empty word")
-    if model.startswith("--"):
-        raise ValueError(f"MODEL comes before the settings; got {model} first")
+    if not model or model.startswith("--"):
+        raise ValueError(f"MODEL comes before the settings and names a model, such as llama-3-8b; got {model!r}")
     budget = _token_budget(tokens, price, serve)
     check_output(csv, "--csv", "a table")
     case = Case(model, parse(context.args), gpu, gpus, network, scheme, kv_cache, attention)

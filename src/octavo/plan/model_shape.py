@@ -349,7 +349,5 @@ def positive_sizes(architecture: Architecture) -> Architecture:
     sizes += [size for block in architecture.blocks for layer in block.layers for size in (layer.inputs, layer.outputs)]
     for size in sizes:
         if not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"{architecture.name}: every size of a model must be a whole number of at least 1; got {size}"
-            )
+            raise ValueError(f"{architecture.name}: a model's sizes must be whole numbers of at least 1; got {size}")
     return architecture

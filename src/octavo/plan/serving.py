@@ -191,10 +191,6 @@ class Server:
         return fp8_limit(self.model, self.gpu)
 
     @property
-    def is_fp8_attention(self) -> bool:
-        return self.attention_limit == ""
-
-    @property
     def prompt_tokens(self) -> int:
         return self.batch * self.context
 
@@ -273,7 +269,7 @@ def plan_serving(server: Server) -> ServingPlan:
         gpu=gpu.name,
         scheme=server.scheme_name,
         gemm=server.speeds.gemm,
-        attention="fp8" if server.is_fp8_attention else "bf16",
+        attention="fp8" if server.attention_limit == "" else "bf16",
         weights=weights,
         cache=cache,
         cache_a_token=replace(server, gpus=1).cache_bytes,
@@ -312,7 +308,7 @@ def _forward_seconds(server: Server, group: tuple[Layer, ...]) -> float:
 def _attention_seconds(server: Server, block: Block) -> float:
     context = server.context
     _, seconds = attention_seconds(block, server.gpu, server.prompt_tokens, context)
-    if not server.is_fp8_attention:
+    if server.attention_limit != "":
         return seconds
     return seconds / fp8_speed("forward from an FP8 KV cache" if server.cache == "fp8" else "forward", context)
 

@@ -259,7 +259,7 @@ class WatchWriter:
 
     def write_event(self, event: Event) -> None:
         with writing(self.folder):
-            _append(self._events, _line(event).encode())
+            _append(self._events, f"{json.dumps(event.to_dict())}\n".encode())
 
     def drop_after(self, step: int) -> None:
         """Drop the samples of the steps after `step`, to which the run went back. Its events tell why, and stay."""
@@ -271,7 +271,7 @@ class WatchWriter:
 
     def undo_events_after(self, step: int) -> None:
         """Mark the events of the steps after `step`, to which the run went back, as undone."""
-        self._change_events_after(step, lambda event: _line(replace(event, undone=True)))
+        self._change_events_after(step, lambda event: json.dumps(replace(event, undone=True).to_dict()) + "\n")
 
     def _change_events_after(self, step: int, line_of: Callable[[Event], str]) -> None:
         lines = _read_events(self._events)
@@ -313,10 +313,6 @@ class WatchWriter:
         self.interval *= 2
         self.write_layers(self._layers)
         return True
-
-
-def _line(event: Event) -> str:
-    return json.dumps(event.to_dict()) + "\n"
 
 
 def _append(path: Path, data: bytes) -> None:
