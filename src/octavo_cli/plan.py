@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from csv import DictWriter
 from pathlib import Path
 from shutil import get_terminal_size
@@ -83,8 +83,7 @@ def plan_command(
     from octavo.plan.cases import Case, find_runs, make_cases, parse_count, plan_schemes
     from octavo.train.settings import parse
 
-    count = parse_count(model)
-    if count is not None:
+    if (count := parse_count(model)) is not None:
         if given := [name for name in (*changed(context), *context.args) if name != "--json"]:
             raise ValueError(f"{given[0]} needs a model: a number of parameters has one table, that of training")
         _show_states(count, as_json)
@@ -303,26 +302,20 @@ def _name(part: str) -> str:
     return _PARTS.get(part, part.replace("_", " "))
 
 
-def _waiting_remarks(labels: Sequence[str], plans: Sequence[TrainingPlan]) -> list[str]:
+def _waiting_remarks(labels: Sequence[str], plans: Sequence[TrainingPlan]) -> Iterator[str]:
     """For each case with GPUs that wait for the host: how long, and the settings that train on more tokens."""
-    found = []
     for label, plan in zip(labels, plans, strict=bool(plans)):
         if waiting := plan.time.parts["waiting"]:
-            faster = [f"{setting} ({speed:.2f}x)" for setting, speed in plan.faster_settings.items()]
-            found.append(f"{label}: the GPU waits for the host: {_digits(waiting * 1e3, 1)} ms of a step.")
-            found[-1] += f" Tokens/s with other settings: {', '.join(faster)}." if faster else ""
-    return found
+            faster = ", ".join(f"{setting} ({speed:.2f}x)" for setting, speed in plan.faster_settings.items())
+            others = f" Tokens/s with other settings: {faster}." if faster else ""
+            yield f"{label}: the GPU waits for the host: {_digits(waiting * 1e3, 1)} ms of a step.{others}"
 
 
-def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
-    found = []
+def _remarks(plans: Sequence[TrainingPlan]) -> Iterator[str]:
     for plan in {plan.setup.gpu.key: plan for plan in plans}.values():
         gpu = plan.setup.gpu
-        found.append(
-            f"{gpu.name}: {_listed(plan.origins)}. Data sheet: {gpu.source}. "
-            + (f"Measured: {gpu.measured}." if gpu.measured else "Nothing of Octavo is measured on it.")
-        )
-    return found
+        measured = f"Measured: {gpu.measured}." if gpu.measured else "Nothing of Octavo is measured on it."
+        yield f"{gpu.name}: {_listed(plan.origins)}. Data sheet: {gpu.source}. {measured}"
 
 
 def _show_states(parameters: float, as_json: bool) -> None:

@@ -411,8 +411,7 @@ def _print(run: RunData) -> None:
 
     say(run.name, "bold")
     print_facts(list(run_facts(run).items()))
-    lines = [(name, sparkline(run.series[key].values)) for key, name in _LINES if key in run.series]
-    if lines:
+    if lines := [(name, sparkline(run.series[key].values)) for key, name in _LINES if key in run.series]:
         print_table(Table("", ("", "over the steps"), lines))
     worst = worst_layers(run.watched) if run.watched is not None else []
     if worst:

@@ -35,10 +35,9 @@ def test_keys_and_values_by_context_and_batch():
     assert serve("bf16", 3, 1000).cache == 2 * serve("bf16", 3, 1000, "fp8").cache == 3 * 1000 * 32 * 2 * 8 * 128 * 2
     assert Case("deepseek-v3").serving().cache_a_token == 61 * (512 + 64) * 2
     # GPUs share the 8 key heads; of 16 GPUs two have the same one. Each has all latents of MLA, which no head owns.
-    caches = [Case("llama-3.1-8b", gpus=gpus).serving().cache for gpus in (1, 2, 8, 16)]
-    assert [caches[0] / cache for cache in caches] == [1, 2, 8, 8]
-    one, many = (Case("deepseek-v3", gpus=gpus).serving() for gpus in (1, 16))
-    assert (one.cache, one.cache_a_token) == (many.cache, many.cache_a_token)
+    for model, gpus, parts in (("llama-3.1-8b", 2, 2), ("llama-3.1-8b", 16, 8), ("deepseek-v3", 16, 1)):
+        one, many = Case(model).serving(), Case(model, gpus=gpus).serving()
+        assert (one.cache, one.cache_a_token) == (parts * many.cache, many.cache_a_token)
 
 
 def test_only_servers_of_several_nodes_wait_for_the_network():

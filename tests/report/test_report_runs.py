@@ -40,8 +40,7 @@ def test_the_terminal_has_the_first_of_each_kind_of_many_events(tmp_path, printe
     line = json.loads(events.read_text())
     later = [line | {"step": 201 + n, "rule": ("underflow", "loss_stall")[n % 2]} for n in range(9)]
     events.write_text("".join(json.dumps(each) + "\n" for each in (line, *later)))
-    text = printed("report", tmp_path)
-    assert "the first of each kind of 10 events:" in text
+    text = printed("report", tmp_path).partition("the first of each kind of 10 events:")[2]
     found = re.findall(r"^step (\d+): (\w+)", text, re.MULTILINE)
     assert found == [(str(line["step"]), line["rule"]), ("201", "underflow"), ("202", "loss_stall")]
 

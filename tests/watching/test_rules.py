@@ -1,7 +1,5 @@
 """Each rule over samples that are made up: silent on clean ones, and right about one number that is changed."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from watch_examples import watched_layers
@@ -111,10 +109,8 @@ def test_a_number_far_above_the_last_samples_is_found(rules, samples, rule, fiel
 
 
 def test_four_bits_may_lose_what_eight_bits_may_not(rules, samples):
-    formats = rules.layers[0].formats | {"x": "e2m1"}
-    rules.layers[0] = replace(rules.layers[0], formats=formats)  # which rounds a fifth of normal numbers to zero
-    found = found_in(rules, samples, lambda operands, share: operands["flushed"][:2, X].fill(share), [0.15])
-    assert found == [[("underflow", "blocks.1.up", "x")]]
+    rules.layers[0].formats["x"] = "e2m1"  # of all layers: it rounds a fifth of normal numbers to zero
+    assert found_in(rules, samples, lambda operands, share: operands["flushed"][:, X].fill(share), [0.15]) == [[]]
 
 
 def make_zero(records, zero=True):

@@ -184,9 +184,7 @@ def describe_architecture(name: str, fields: Fields) -> Architecture:
     except KeyError as error:
         raise ValueError(f"{name}: the config.json of a {kind} must state {error}; got {', '.join(fields)}") from None
     except (TypeError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"{name}: the sizes in the config.json of a {kind} must be whole numbers of at least 1 ({error})"
-        ) from error
+        raise ValueError(f"{name}: the sizes of a {kind} must be whole numbers of at least 1 ({error})") from error
 
 
 def _like_llama() -> dict[str, architectures.Architecture]:

@@ -97,9 +97,7 @@ def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | Non
 
 
 def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
-    texts = [
-        (run.name, event.step, f"{event.rule}: {event.message}") for run, event in _all_events(runs) if not event.undone
-    ]
+    texts = [(run.name, e.step, f"{e.rule}: {e.message}") for run, e in _all_events(runs) if not e.undone]
     return [(step, f"{name}, {text}" if len(runs) > 1 else text) for name, step, text in texts[-_MARKS:]]
 
 
@@ -148,9 +146,7 @@ def _what_ran_where(run: RunData, *, alone: bool) -> str:
 
 def _experts(run: RunData, *, alone: bool) -> str:
     rows = expert_rows(run.watched) if run.watched is not None else []
-    remark = (
-        "The last sample. A load is the rows of an expert over the mean of all. The worst expert has the lowest SQNR."
-    )
+    remark = "The last sample. A load is an expert's rows over the mean of all. The worst expert has the lowest SQNR."
     return _table_of_layers(run, "Experts", rows, remark, alone=alone)
 
 
@@ -282,8 +278,7 @@ def recipe_rows(precision: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _steps(run: RunData) -> str:
-    planned = run.settings.get("steps")
-    done = run.last_step
+    planned, done = run.settings.get("steps"), run.last_step
     return f"{done:,} of {planned:,}" if isinstance(planned, int) and planned > done else f"{done:,}"
 
 
@@ -458,6 +453,5 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
 
 def _worst(values: Array, metric: heat_maps.Metric) -> float | None:
     finite = values[np.isfinite(values)]
-    if not len(finite):
-        return None
-    return float(finite.max() if metric.worst == "highest" else finite.min())
+    worst = np.max if metric.worst == "highest" else np.min
+    return float(worst(finite)) if len(finite) else None

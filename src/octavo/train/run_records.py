@@ -95,9 +95,7 @@ _NOT_WATCHED = (
     "The run was not watched, so its layers have no figures. octavo train watches unless watch.interval is 0; in a "
     "loop of your own, call octavo.watch."
 )
-_NO_SAMPLE = (
-    "The watch has no sample yet. A loop of your own must call `step()` of the watch after each step of the optimizer."
-)
+_NO_SAMPLE = "The watch has no sample yet. A loop of yours must call `step()` of the watch after each optimizer step."
 
 
 @dataclass(frozen=True)
