@@ -120,8 +120,7 @@ def test_folders_may_be_strings(function, tmp_path):
 def test_an_editor_knows_every_name():
     """The names in the types of arguments are those that the functions take."""
     recipes = get_args(typing.get_type_hints(octavo.convert)["recipe"])
-    names = {name for kind in recipes for name in get_args(kind)}
-    assert names == {*PRESETS, "auto"}
+    assert {name for kind in recipes for name in get_args(kind)} == {*PRESETS, "auto"}
     hints = typing.get_type_hints(octavo.quantize)
     assert set(get_args(hints["format"])) == NARROW_FORMATS.keys() - {"int8"}
     assert (get_args(hints["scale"]), get_args(hints["rounding"])) == (SCALE_KINDS, ROUNDINGS)
@@ -133,8 +132,7 @@ def test_an_editor_knows_every_name():
 
 
 def test_a_report_is_data():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    report = octavo.convert(model, skip=["1"])
+    report = octavo.convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), skip=["1"])
     found = json.loads(json.dumps(report.to_dict()))
     rows = [(row["name"], row["shape"], row["reason"] == "") for row in found["layers"]]
     assert rows == [("0", [8, 8], True), ("1", [4, 8], False)]

@@ -71,5 +71,4 @@ def test_an_outlier_costs_a_tensor_its_bits_and_a_row_only_that_row() -> None:
     x = formats.with_outlier(2.0**24)
     assert formats.others(x, formats.int8(x)) < 1
     row = 10 * np.log10(256)  # one row of 256 is lost
-    found = formats.others(x, formats.octavo.quantize(x).dequantize())
-    assert found == pytest.approx(row, abs=1)
+    assert formats.others(x, formats.octavo.quantize(x).dequantize()) == pytest.approx(row, abs=1)

@@ -87,8 +87,7 @@ def test_a_branch_of_bf16_without_a_change_of_order_goes_on_as_the_trunk_would(f
     training_text = training.read_tokens(folder, "training", CONFIG.context, CPU)
     first, last = STUDY.first, STUDY.first + 2
     order = training.reading_order(len(training_text), first, CONFIG.batch, None)
-    straight = training.Learner("bf16", CONFIG, CPU)
-    losses = list(training.steps(straight, training_text, order, 0, last))
+    losses = list(training.steps(training.Learner("bf16", CONFIG, CPU), training_text, order, 0, last))
     branch = training.Learner("bf16", CONFIG, CPU)
     branch.restart(load_file(folder / "trunk.safetensors"))
     assert list(training.steps(branch, training_text, order, first, last)) == losses[first:]
@@ -113,8 +112,7 @@ def test_another_study_than_the_folder_began_with_is_refused(folder: Path, optio
 
 def test_branches_leave_early_and_learn_at_a_rate_of_their_own(folder: Path, tmp_path: Path) -> None:
     """At twice the rate from the step at which they leave; the losses before it are the trunk's."""
-    study = command.study_of(tmp_path, size="tiny", share=0.1, rate=2.0)
-    assert study.first == 2
+    assert command.study_of(tmp_path, size="tiny", share=0.1, rate=2.0).first == 2
     (tmp_path / "tokens.npz").write_bytes((folder / "tokens.npz").read_bytes())
     for words in ("trunk", "branch bf16:7"):
         name, _, runs = words.partition(" ")

@@ -144,8 +144,7 @@ def test_plain_and_fused_blocks_compute_the_same() -> None:
 def test_a_mode_in_fp8_is_near_bf16_and_its_step_leaves_no_gradient() -> None:
     modes = {BASE: "bf16, eager", FUSED: FUSED_EAGER, "plain": "ours plain: rowwise, eager"}
     runners = {name: stack.Runner(stack.MODES[mode], BLOCKS, 16) for name, mode in modes.items()}
-    found = harness.checked(BASE, runners)
-    assert all(40 < db < 50 for each in found.values() for db in each)
+    assert all(40 < db < 50 for each in harness.checked(BASE, runners).values() for db in each)
     for runner in runners.values():
         runner.step()
         assert runner.x.grad is None
@@ -297,7 +296,6 @@ def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dty
     text, kept = ids(1), models.random_stores(wide.config, 2, 16, "cpu", "bf16", dtype)
     exact = models.forward(wide, text, models.plain_caches(kept["bf16"]))
     caches = models.octavo_caches(wide, kept[dtype])
-    again = partial(models.forward, wide, text, caches)
-    assert least < decibels(exact, again()) <= most
+    assert least < decibels(exact, partial(models.forward, wide, text, caches)()) <= most
     assert {each.store.keys.dtype for each in caches} == {DTYPES[dtype]}
     assert {int(each.store.length) for each in caches} == {15}

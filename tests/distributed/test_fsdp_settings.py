@@ -115,8 +115,7 @@ def language_model(rank: int) -> None:
         p.data.copy_(torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements))
 
     def step(model: nn.Module, seed: int) -> Tensor:
-        tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
-        loss = model(tokens).square().mean()
+        loss = model(torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))).square().mean()
         loss.backward()
         return loss
 

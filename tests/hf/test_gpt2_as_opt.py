@@ -121,8 +121,7 @@ def test_files_of_the_first_release(folders, tmp_path):
 )
 def test_what_opt_is_not(folders, tmp_path, changed, message):
     model = shutil.copytree(folders["as published"], tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | changed))
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | changed))
     for act in (pack, lambda model, out: calibrate(model, [str(write_text(tmp_path / "text.txt"))], out)):
         with pytest.raises(ArtifactError, match=message):
             act(model, tmp_path / "out")

@@ -45,8 +45,7 @@ def cast_input(layer, x):
     x, name = x.double(), layer.scheme.name
     if name == "static":
         return rounded(x, INPUT.double())
-    size = {"channel": x.shape[1], "tensor": x.shape[1], "mx": 32}.get(name, 128)
-    parts = list(x.split(size, 1))
+    parts = list(x.split({"channel": x.shape[1], "tensor": x.shape[1], "mx": 32}.get(name, 128), 1))
     scales = [part.abs().amax(1, keepdim=True).float().double() / 448 for part in parts]
     if name in ("mx", "block, pow2 inputs"):
         scales = [torch.exp2(scale.log2().ceil()) for scale in scales]

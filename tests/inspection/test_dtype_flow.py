@@ -64,8 +64,7 @@ def dtypes(flow):
 
 @pytest.mark.parametrize(("function", "operation", "dtype"), DOCUMENTED)
 def test_an_operation_runs_where_the_documentation_of_autocast_says(function, operation, dtype):
-    flow = octavo.dtype_flow(Calls(function), torch.randn(8, 8).bfloat16())
-    assert dtypes(flow)[operation] == {dtype}
+    assert dtypes(octavo.dtype_flow(Calls(function), torch.randn(8, 8).bfloat16()))[operation] == {dtype}
 
 
 def test_the_reason_names_the_operation_that_autocast_lists():

@@ -98,8 +98,7 @@ def test_adapters_train_around_a_converted_model(made, prepare, gemms):
 
 def test_a_model_with_adapters_is_converted_without_them(made):
     base = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
-    model = converted_model(peft.get_peft_model(base, support(settings())), skip=["*lora_*"])
-    check_training(model, FUSED)
+    check_training(converted_model(peft.get_peft_model(base, support(settings())), skip=["*lora_*"]), FUSED)
 
 
 @pytest.mark.parametrize("wrapped", [{"modules_to_save": ["lm_head"]}, {"target_modules": [*TARGETS, "lm_head"]}])

@@ -51,8 +51,7 @@ def test_a_trainer_of_trl_gets_answers_of_the_weights_that_it_trains(model, toke
     rollouts, checksums, seen = Rollouts(served), [], []
 
     def reward(completions, completion_ids, **_):
-        fresh = copy.deepcopy(served)
-        checksums.append((rollouts.pushed.checksum, push(trainer.model, fresh).checksum))
+        checksums.append((rollouts.pushed.checksum, push(trainer.model, copy.deepcopy(served)).checksum))
         seen.extend(completion_ids)
         return [float(sum(ids)) for ids in completion_ids]
 

@@ -39,8 +39,7 @@ def check(model: nn.Module, batch, left: set[str]) -> None:
     ],
 )
 def test_models_of_timm(name: str, left: set[str]) -> None:
-    timm = pytest.importorskip("timm")
-    check(timm.create_model(name).eval(), torch.randn(2, 3, 224, 224), left)
+    check(pytest.importorskip("timm").create_model(name).eval(), torch.randn(2, 3, 224, 224), left)
 
 
 def test_a_diffusion_transformer_of_diffusers() -> None:

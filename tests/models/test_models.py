@@ -324,8 +324,7 @@ def test_the_balance_loss_is_that_of_the_switch_transformer():
 
 
 def test_its_weights_are_drawn_as_those_of_the_other_models():
-    model = Mixture(replace(MIXTURE, width=64, mlp_width=96, layers=8))
-    experts = model.model.layers[0].mlp.experts
+    experts = Mixture(replace(MIXTURE, width=64, mlp_width=96, layers=8)).model.layers[0].mlp.experts
     assert float(experts.gate_up_proj.detach().std()) == pytest.approx(0.02, rel=0.05)
     assert float(experts.down_proj.detach().std()) == pytest.approx(0.02 / 4, rel=0.05)
 

@@ -61,8 +61,7 @@ def test_it_has_the_bits_of_a_linear_layer_of_the_patches() -> None:
     ],
 )
 def test_other_convolutions_stay_and_are_named(layer: nn.Module) -> None:
-    model = nn.ModuleDict({"layer": layer, "body": nn.Linear(8, 8)})
-    report = octavo.convert(model)
+    report = octavo.convert(nn.ModuleDict({"layer": layer, "body": nn.Linear(8, 8)}))
     assert report.converted == ["body"]
     assert [(entry.name, entry.kind) for entry in report.coverage.left] == [("layer.weight", "convolution")]
 

@@ -93,8 +93,7 @@ def test_an_all_zero_weight_and_zero_rows_learn() -> None:
         linear = converted("rowwise")
         linear.weight.data[zeroed] = 0
         dw = run(linear, x, dy)[2]
-        exact = exact_gradients(x, linear.weight.detach(), dy)[2]
-        assert sqnr(exact[zeroed], dw[zeroed]) > E4M3_DB - 3
+        assert sqnr(exact_gradients(x, linear.weight.detach(), dy)[2][zeroed], dw[zeroed]) > E4M3_DB - 3
 
 
 def test_all_zero_tokens_and_gradients_give_zeros_not_nan() -> None:
@@ -307,5 +306,4 @@ def test_no_rotation_lets_a_token_see_later_ones() -> None:
 
 @pytest.mark.parametrize("gemms", SUBSETS, ids="-".join)
 def test_a_weight_that_y_reads_without_a_rotation_is_cached(gemms: tuple[str, ...]) -> None:
-    linear = converted(rotated(rowwise(), *gemms))
-    assert (linear.cached_weights() is not None) == ("y" not in gemms)
+    assert (converted(rotated(rowwise(), *gemms)).cached_weights() is not None) == ("y" not in gemms)

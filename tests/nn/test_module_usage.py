@@ -227,8 +227,7 @@ def checkpointed(model: nn.Sequential) -> nn.Module:
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
-    config = peft.LoraConfig(r=2, target_modules=["1.0"], modules_to_save=["2"])
-    return peft.get_peft_model(model, config)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["1.0"], modules_to_save=["2"]))
 
 
 WRAPPERS = {

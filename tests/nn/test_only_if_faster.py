@@ -310,8 +310,7 @@ def test_medians_of_calls_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_layers_compile_once_for_every_size(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compilations = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compilations))
-    layer = lookup.Linear(1, 1, bias=False, recipe=get_recipe(recipe))
-    forward = lookup.compiled(layer)
+    forward = lookup.compiled(lookup.Linear(1, 1, bias=False, recipe=get_recipe(recipe)))
     for m, k, n in [(32, 48, 64), (48, 64, 32), (96, 80, 112), (32, 32, 32), (64, 32, 32)]:
         x, w = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16, requires_grad=True)
         expected = lookup.Linear(k, n, bias=False, recipe=get_recipe(recipe))

@@ -324,14 +324,12 @@ def test_batches_are_tensors_tuples_or_mappings():
 
     model = converted_model(Model(nn.Linear(32, 16)), "delayed")
     batches = [torch.ones(2, 32), (torch.ones(2, 32),), {"x": torch.ones(2, 32), "factor": 7}]
-    scales = octavo.scales.freeze_scales(model, batches)
-    assert float(scales["0"]) == pytest.approx(2 * 7 / 448)
+    assert float(octavo.scales.freeze_scales(model, batches)["0"]) == pytest.approx(2 * 7 / 448)
 
 
 def test_a_calibration_begins_the_histories():
     model = make_scale_learning(History(length=3, margin=0.0))
-    calibration = SimpleNamespace(input_histories={"0": [9.0, 1.0, 4.0, 2.0], "2": [5.0]})
-    octavo.scales.seed_scales(model, calibration)
+    octavo.scales.seed_scales(model, SimpleNamespace(input_histories={"0": [9.0, 1.0, 4.0, 2.0], "2": [5.0]}))
     x, w, dy = (model[0].histories[name] for name in ("x", "w", "dy"))
     assert x.recent.tolist() == [2.0, 4.0, 1.0]  # the newest first; 9 is too old
     assert (x.steps, float(x.scale) * 448) == (3, pytest.approx(4.0))

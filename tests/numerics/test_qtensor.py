@@ -119,8 +119,7 @@ def test_nan_scale_poisons_its_block_and_no_other():
 @pytest.mark.parametrize(("number", "scale"), [(math.inf, 1.0), (-math.inf, 1.0), (1.0, math.inf)])
 def test_what_is_infinite_is_not_made_finite(number, scale):
     raw = torch.tensor([[number]]).to(torch.float8_e5m2)
-    found = QTensor(raw, torch.tensor([[scale]]), FORMATS["e5m2"], TENSOR).dequantize()
-    assert found.item() == number * scale
+    assert QTensor(raw, torch.tensor([[scale]]), FORMATS["e5m2"], TENSOR).dequantize().item() == number * scale
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, block(4, 4)], ids=lambda g: g.name)

@@ -198,8 +198,7 @@ def test_a_number_is_shown_in_every_format(printed):
 
 @pytest.mark.parametrize("number", ["448", "inf", "nan", "-1e300"])
 def test_json_has_no_nan_and_no_infinity(printed, number):
-    found = json.loads(printed("formats", "--json", "--", number), parse_constant=pytest.fail)
-    assert len(found) == len(TYPES)
+    assert len(json.loads(printed("formats", "--json", "--", number), parse_constant=pytest.fail)) == len(TYPES)
 
 
 # --- recipes in files, from training to packing

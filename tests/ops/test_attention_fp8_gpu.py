@@ -69,8 +69,7 @@ def test_a_piece_of_a_text_sees_the_tokens_before_it(keys):
 
 def test_in_a_cuda_graph_without_waiting():
     torch.manual_seed(2)
-    x = oracle.given(1, 4, 2, 256, 256, device="cuda")[:3]
-    q, k, v, expected = forward(x)
+    q, k, v, expected = forward(oracle.given(1, 4, 2, 256, 256, device="cuda")[:3])
     scales = q.scale, k.scale, v.scale
     torch.cuda.synchronize()
     assert torch.equal(replayed(lambda: fp8_attention(q.data, k.data, v.data, *scales).y), expected.y)

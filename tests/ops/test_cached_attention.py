@@ -82,8 +82,7 @@ def test_no_sequences_no_queries_and_no_tokens_give_zeros(attend, batch, new, us
 @pytest.mark.parametrize("used", [9, 10])
 def test_strided_queries_give_a_contiguous_result(used):
     q, keys, values, *_ = given("bf16", 2, 4, 2, 3, 16, 9)
-    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
-    y = ordered_attention(strided, keys, values, torch.tensor(used))
+    y = ordered_attention(q.transpose(1, 2).contiguous().transpose(1, 2), keys, values, torch.tensor(used))
     assert y.is_contiguous()
     assert torch.equal(y.nan_to_num(9), ordered_attention(q, keys, values, torch.tensor(used)).nan_to_num(9))
 

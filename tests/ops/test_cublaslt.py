@@ -37,8 +37,7 @@ def test_swizzle_equals_the_documented_offsets(rows, cols):
 @pytest.mark.parametrize("multiples", [(1, 16), (16, 16), (32, 128)], ids=str)
 def test_pad_adds_zero_bytes_and_scales_of_one(multiples, granularity, shape):
     q = quantize(torch.ones(shape), Cast(granularity=granularity, scale="e8m0" if granularity == MX else "fp32"))
-    strided = q.data.t().contiguous().t()
-    data, scale = cublaslt._pad(strided, q.scale, granularity, *multiples)
+    data, scale = cublaslt._pad(q.data.t().contiguous().t(), q.scale, granularity, *multiples)
     assert tuple(data.shape) == tuple(-(-n // size) * size for n, size in zip(shape, multiples, strict=True))
     assert data.is_contiguous()
     raw = data.view(torch.uint8)

@@ -48,8 +48,7 @@ def test_every_element_is_within_half_an_ulp_and_the_error_of_its_sum(pair, with
 def test_bias_is_added_before_the_one_rounding():
     ones = QTensor(torch.ones(1, 1).to(torch.float8_e4m3fn), torch.ones(1, 1), FORMATS["e4m3"], TENSOR)
     a = QTensor(ones.data, torch.tensor([[1 + 2.0**-8]]), FORMATS["e4m3"], TENSOR)  # a tie in bf16: alone it goes to 1
-    y = scaled_mm(a, ones, bias=torch.tensor([2.0**-12]), out_dtype=torch.bfloat16)
-    assert y.item() == 1 + 2.0**-7
+    assert scaled_mm(a, ones, bias=torch.tensor([2.0**-12]), out_dtype=torch.bfloat16).item() == 1 + 2.0**-7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -189,8 +189,7 @@ def test_written_tensors_have_a_new_version(mode, call, monkeypatch):
     assert keys._version > before
     assert torch.equal(keys[:, :, :2], k)
     with torch.inference_mode():
-        caches = [x.clone() for x in (keys, values)]
-        call(k, k, *caches, None, None, length, clipped)
+        call(k, k, *[x.clone() for x in (keys, values)], None, None, length, clipped)
 
 
 def test_a_list_of_tensors_as_inductor_holds_it_is_a_list() -> None:

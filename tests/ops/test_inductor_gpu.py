@@ -51,8 +51,7 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
         gradients(model, model, x)
         octavo.scales.update_scales(model)
     expected = gradients(model, model, x)
-    compiled = torch.compile(model, fullgraph=True)
-    actual, codes = run_and_get_code(gradients, model, compiled, x)
+    actual, codes = run_and_get_code(gradients, model, torch.compile(model, fullgraph=True), x)
     assert len(codes) == 2
     assert calls(codes) == ({"scaled_mm"} if recipe == "blockwise" else set())  # `ops.gemm._inlines` says why
     assert all("_kernel" in code for code in codes)
@@ -112,8 +111,7 @@ def test_dynamic_sizes_call_the_operations() -> None:
     actual, codes = run_and_get_code(gradients, model, compiled, x)
     assert calls(codes) >= {"quantize", "scaled_mm"}
     for exact, here in zip(gradients(model, model, x), actual, strict=True):
-        noise = (exact.double() - here.double()).square().sum()
-        assert noise <= exact.double().square().sum() * 10**-3
+        assert (exact.double() - here.double()).square().sum() <= exact.double().square().sum() * 10**-3
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

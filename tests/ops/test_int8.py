@@ -105,8 +105,7 @@ def test_a_layer_compiled_gives_the_same() -> None:
     layer, x = packed_layer("int8"), torch.randn(5, 256).bfloat16()
     with torch.no_grad():
         y = layer(x)
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(x), y)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), y)
     seen = operations(lambda: layer(x))
     assert (seen["octavo::int8_mm"], seen["octavo::quantize"]) == (1, 1)
 

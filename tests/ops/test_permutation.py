@@ -64,8 +64,7 @@ def test_the_transpose_places_rows():
     place = torch.tensor([3, -1, 0, 8, 8, -1], dtype=torch.int32)
     shift = torch.arange(9, dtype=torch.int32)
     plain, placed = (ops.transpose(data, shift, place=rows).view(torch.uint8) for rows in (None, place))
-    expected = torch.where(place < 0, 0, plain[:, place.clamp(min=0).long()])
-    assert torch.equal(placed, expected)
+    assert torch.equal(placed, torch.where(place < 0, 0, plain[:, place.clamp(min=0).long()]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

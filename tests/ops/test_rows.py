@@ -86,8 +86,7 @@ def test_a_gpu_gives_every_byte_and_amax_of_a_cpu(cast: Cast, columns: int, dtyp
 
 @pytest.mark.gpu
 def test_matrices_at_odd_addresses() -> None:
-    flat = torch.randn(1 + 5 * 64, device="cuda")
-    x, scale = flat[1:].view(5, 64), torch.full((5,), 0.01, device="cuda")
+    x, scale = torch.randn(1 + 5 * 64, device="cuda")[1:].view(5, 64), torch.full((5,), 0.01, device="cuda")
     data = torch.zeros(5, 64, device="cuda").to(torch.float8_e4m3fn)
     cast_rows(RowBatch([x], [0]), scale, None, data, Cast())
     expected = torch.zeros(5, 64).to(torch.float8_e4m3fn)

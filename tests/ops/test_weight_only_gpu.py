@@ -131,6 +131,5 @@ def test_the_operation_eager_compiled_and_in_a_graph(m):
     on_device, packed = x.cuda(), on_gpu(w)
     y = weight_only_mm(on_device, packed)
     examples.assert_close(y, x, w, rounded_weight=m > MAX_M)
-    compiled = torch.compile(lambda x: weight_only_mm(x, packed), fullgraph=True)
-    assert torch.equal(compiled(on_device), y)
+    assert torch.equal(torch.compile(lambda x: weight_only_mm(x, packed), fullgraph=True)(on_device), y)
     assert torch.equal(replayed(lambda: weight_only_mm(on_device, packed)), y)

@@ -196,8 +196,7 @@ def pieces(folder, drop=None, swap=False):
     if drop is not None:
         del merges[drop]
     if swap:  # of one piece, and so no longer together
-        at = next(i for i, pair in enumerate(merges) if "".join(pair) == "▁the")
-        merges.append(merges.pop(at))
+        merges.append(merges.pop(next(i for i, pair in enumerate(merges) if "".join(pair) == "▁the")))
     ids = {token: i for i, token in enumerate(vocabulary)}
     made = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     made.add_special_tokens(special)

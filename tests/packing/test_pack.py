@@ -371,8 +371,7 @@ def test_a_budget_of_cosine_is_held(folder, exact, tmp_path):
     assert kept.all_packed.cosine.value < 0.999 <= kept.quality.cosine.value
     assert 0 < len(report.packed) < 37
     assert len(report.packed) + len(kept.skip) == 37
-    found = embed(load_packed(tmp_path / "packed").model, folder)
-    assert F.cosine_similarity(found, exact).mean() > 0.998
+    assert F.cosine_similarity(embed(load_packed(tmp_path / "packed").model, folder), exact).mean() > 0.998
 
 
 # ---- Models of images and sounds, packed

@@ -53,8 +53,7 @@ def train(root, name):
     state = state_of(model.train(), 3e-3)
     for step in range(4):
         batch = tokens(step)
-        loss = nn.functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        nn.functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
         update_scales(model)

@@ -31,8 +31,7 @@ def decoded(grid: dict, metric: heat_maps.Metric) -> np.ndarray:
 def test_a_column_holds_the_worst_of_its_samples(key, columns):
     watched, metric = watched_of(5, STEPS), BY_KEY[key]
     found = heat_maps.metric_grids(watched, heat_maps.Columns(STEPS, columns))[key]
-    cube = operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[key].astype(np.float64)
-    parts = np.array_split(cube, columns)
+    parts = np.array_split(operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[key].astype(np.float64), columns)
     worst = np.nanmax if metric.worst == "highest" else np.nanmin
     for number, operand in enumerate(("x", "w", "dy")):
         expected = [[worst(part[:, layer, number]) for part in parts] for layer in range(4)]

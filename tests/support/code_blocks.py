@@ -93,8 +93,7 @@ def _close(shown: str, printed: str) -> bool:
 
 
 def _matches(shown: str, printed: str) -> bool:
-    pattern = ".*".join(re.escape(part) for part in _plain(shown).split("..."))
-    return re.fullmatch(pattern, printed) is not None
+    return re.fullmatch(".*".join(re.escape(part) for part in _plain(shown).split("...")), printed) is not None
 
 
 def _plain(line: str) -> str:

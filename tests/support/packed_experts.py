@@ -58,8 +58,7 @@ def oracle(experts: PackedExperts, x: Tensor, index: Tensor, weight: Tensor) -> 
     for t, s in torch.cartesian_prod(torch.arange(len(x)), torch.arange(index.shape[1])).tolist():
         e = int(index[t, s])
         if e < len(experts.down_proj.weight):
-            u = _product(experts.gate_up_proj, e, x[t]).bfloat16()
-            gate, up = u.float().chunk(2)
+            gate, up = _product(experts.gate_up_proj, e, x[t]).bfloat16().float().chunk(2)
             hidden = F.silu(gate) * up
             hidden = hidden if experts.down_proj.by_row else (F.silu(gate.bfloat16()) * up.bfloat16())
             out[t] += float(weight[t, s]) * _product(experts.down_proj, e, hidden).bfloat16().double()

@@ -75,8 +75,7 @@ def _results(receivers: list) -> list:
     """What each rank sent; raises at the first failure, since the other ranks may wait for that rank."""
     results = {}
     while len(results) < len(receivers):
-        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
-        ready = wait(waiting, HANG)
+        ready = wait([receiver for rank, receiver in enumerate(receivers) if rank not in results], HANG)
         assert ready, f"ranks {[rank for rank in range(len(receivers)) if rank not in results]} did not end in time"
         for receiver in ready:
             rank = receivers.index(receiver)

@@ -32,8 +32,7 @@ def operands(cast: str, m: int, k: int, n: int, dtype: torch.dtype = torch.bfloa
 def grouped_operands(cast, sizes, k, n, dtype=torch.bfloat16):
     """x [M, K] with 3 rows behind the groups, w [E, N, K], and the offsets."""
     x, _ = operands(cast, sum(sizes) + 3, k, n, dtype)
-    matrices = [operands(cast, i, k, n)[1] for i in range(len(sizes))]
-    return x, stacked(matrices), offsets_of(sizes)
+    return x, stacked([operands(cast, i, k, n)[1] for i in range(len(sizes))]), offsets_of(sizes)
 
 
 def assert_close_in_groups(y: Tensor, x: Tensor, w: QTensor, sizes: list[int], *, rounded_weight: bool = False) -> None:

@@ -66,8 +66,7 @@ llama_only = pytest.mark.parametrize("source", ["llama"], indirect=True)
 @llama_only
 def test_the_run_describes_no_weights_that_it_does_not_have(begin, source, tmp_path):
     """A large model comes in several files, with an index of them."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(source)
-    model.save_pretrained(source, max_shard_size="20KB")
+    transformers.AutoModelForCausalLM.from_pretrained(source).save_pretrained(source, max_shard_size="20KB")
     assert (source / "model.safetensors.index.json").is_file()
     begin(model=str(source), steps=3).run()
     described = sorted(path.name for path in (tmp_path / "run" / "model").iterdir())

@@ -33,8 +33,7 @@ def test_matrices_decay_and_nothing_else_does(begin):
     decayed, plain = trainer.state.optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert {names[p] for p in plain["params"]} == {n for n in names.values() if n.endswith("bias") or "layer_norm" in n}
-    together = [names[p] for p in decayed["params"] + plain["params"]]
-    assert sorted(together) == sorted(names.values())
+    assert sorted([names[p] for p in decayed["params"] + plain["params"]]) == sorted(names.values())
 
 
 def test_steps_are_those_of_adamw(settings):
@@ -181,8 +180,7 @@ class Clipped(nn.Module):
         self.first, self.second, self.unused = nn.Linear(8, 12), nn.Linear(12, 6), nn.Linear(6, 6)
 
     def forward(self, x):
-        hidden = self.first(x.to(self.first.weight.dtype)).relu()
-        return 2 * self.second(hidden.to(self.second.weight.dtype))
+        return 2 * self.second(self.first(x.to(self.first.weight.dtype)).relu().to(self.second.weight.dtype))
 
 
 def backward(model):

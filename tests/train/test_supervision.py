@@ -293,8 +293,7 @@ def test_the_layer_is_named_wherever_it_is(begin, mode):
     trainer.step()
     assert found(trainer) is None
     model = trainer.model.model
-    decoder = getattr(model, "decoder", model)
-    layer = decoder.layers[1].self_attn.k_proj
+    layer = getattr(model, "decoder", model).layers[1].self_attn.k_proj
     name = next(name for name, module in trainer.model.named_modules() if module is layer)
     weight = layer.weight.detach().clone()
     nn.init.constant_(layer.weight, math.nan)

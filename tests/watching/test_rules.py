@@ -218,8 +218,7 @@ def test_a_loss_that_does_not_fall_is_a_stall_at_the_second_look():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_loss_that_falls_ever_more_slowly_is_no_stall(seed):
-    steps = np.arange(1, 5001)
-    assert stalls(2 + 3 * steps**-0.2 + losses(5000, seed) - 3) == []
+    assert stalls(2 + 3 * np.arange(1, 5001) ** -0.2 + losses(5000, seed) - 3) == []
 
 
 def test_a_rate_is_too_high_where_it_reaches_the_size_of_the_weights():
