@@ -349,8 +349,9 @@ def evaluate_command(
     with progress("starting"):  # PyTorch and transformers take seconds
         from octavo.scales import cast_once
         from octavo.train import finished
+        from octavo.train.config import Config
         from octavo.train.loss import mean_loss
-        from octavo.train.model import check_vocabulary
+        from octavo.train.model import check_vocabulary, make_loss
 
     if data and held_out:
         raise ValueError("--data and --held-out both name the text: give one of them")
@@ -368,8 +369,9 @@ def evaluate_command(
         print_reading(read)
     with progress("evaluating") as advance, cast_once(opened.model):
         loss, tokens = mean_loss(
-            opened.model, text, opened.device, precision=opened.precision, count=batches or count, progress=advance
-        )
+            opened.model, text, opened.device, make_loss(Config(), opened.model), precision=opened.precision,
+            count=batches or count, progress=advance,
+        )  # fmt: skip
     perplexity = math.exp(loss) if loss < 700 else None
     if as_json:
         found = {"source": str(source), "loss": loss if math.isfinite(loss) else None, "perplexity": perplexity}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from tiny_models import make_model
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.inference.kv_cache import LayerKVCache
@@ -237,10 +238,15 @@ def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(printed, trained,
     assert loss == pytest.approx(before, rel=0.01)
 
 
-def test_given_text_is_evaluated_as_transformers_does(printed, tmp_path, llama):
+@pytest.mark.parametrize("vocabulary", [256, 32768])  # of the larger one the logits are never whole
+def test_given_text_is_evaluated_as_transformers_does(printed, tmp_path, monkeypatch, vocabulary):
     text = "It was a bright cold day in April, and the clocks were striking.\n" * 4
     (tmp_path / "text.txt").write_text(text)
-    found = evaluated(printed, llama, "--data", tmp_path / "text.txt", "--context", 20, "--batch", 5)
+    llama = make_model(tmp_path / "llama", "llama", vocab_size=vocabulary)
+    with monkeypatch.context() as patched:
+        if vocabulary > 256:
+            patched.setattr("torch.nn.functional.cross_entropy", None)
+        found = evaluated(printed, llama, "--data", tmp_path / "text.txt", "--context", 20, "--batch", 5)
     model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).eval()
     ids = torch.tensor(list(text.encode()))
     rows = (len(ids) - 1) // 20  # twelve: the last two fill no batch

@@ -59,7 +59,7 @@ def own_random(device: torch.device) -> Iterator[None]:
 
 
 def next_token_loss(
-    model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device, precision: str, loss: Loss = whole_loss
+    model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device, precision: str, loss: Loss
 ) -> Tensor:
     """The mean cross-entropy, 0-dim, of a batch (inputs, targets), each int64 [B, T]."""
     # A copy from memory that is not pinned would make the host wait for all earlier work of the GPU.
@@ -74,10 +74,10 @@ def mean_loss(
     model: nn.Module,
     batches: Batches,
     device: torch.device,
+    loss: Loss,
     *,
     precision: str,
     count: int | None,
-    loss: Loss = whole_loss,
     progress: Progress = no_progress,
 ) -> tuple[float, int]:
     """The mean loss over `count` batches (None: every sequence once), and the number of tokens that were predicted."""

@@ -120,7 +120,7 @@ def chosen_recipe(config: Config, device: torch.device) -> Recipe:
 
 
 def make_loss(config: Config, model: nn.Module) -> Loss:
-    """The loss that the settings choose. Call it before the model is converted, sharded or compiled."""
+    """The loss that the settings choose. Call it before the model is sharded, compiled, or converted with its head."""
     widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
     if config.loss.is_chunked(widest) and (head := find_head(model)) is not None:
         return partial(chunked_loss, head, config.loss.chunk)

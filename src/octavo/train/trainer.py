@@ -200,7 +200,7 @@ class Trainer:
         self.model.eval()
         device, precision, count = self.state.device, self.config.precision, self.config.evaluate_batches
         with self.state.on_device():
-            loss, _ = mean_loss(self.model, self.validation, device, precision=precision, count=count, loss=self.loss)
+            loss, _ = mean_loss(self.model, self.validation, device, self.loss, precision=precision, count=count)
         return float(processes.mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
