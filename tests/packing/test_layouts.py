@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from tiny_models import make_model, outputs, same_bits, same_bytes, write_text
 from transformers import AutoModelForCausalLM
 from verify_examples import change_config, change_tensors
 
-from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.layouts import LAYOUTS
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Layout, Scheme, packed_layers
@@ -140,8 +141,11 @@ def wide(folder):
 
 
 @pytest.mark.parametrize("name", ["channel", "tensor", "block", "mx", "mixed"])
-def test_unpacked_is_data_times_scale_in_bf16(folders, tmp_path, name):
+def test_unpacked_is_data_times_scale_in_bf16(folders, tmp_path, name, monkeypatch):
+    get, read = ShardReader.get, Counter()
+    monkeypatch.setattr(ShardReader, "get", lambda reader, name: (read.update([name]), get(reader, name))[1])
     unpack(folders[name], tmp_path / "out")
+    assert {count for name, count in read.items() if name.endswith(".weight")} == {1}
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info.values())
     state, original = model.state_dict(), load_file(folders["bf16"] / "model.safetensors")

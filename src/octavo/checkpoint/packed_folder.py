@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.checkpoint import scheme as schemes
@@ -13,7 +14,7 @@ from octavo.checkpoint.folder import copy_description
 from octavo.checkpoint.layouts import Packing, layout_of, quantization_config, read_config, read_packing, write_config
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, K_SCALE, SCALE_NAME, V_SCALE, KvScales, Scheme
 from octavo.numerics import QTensor
-from octavo.numerics.formats import E4M3
+from octavo.numerics.formats import E4M3, E8M0
 
 
 class PackedTensors:
@@ -118,9 +119,10 @@ class PackedTensors:
         return self.packing.schemes[name].packed_weight(*self.stored(name))
 
     def suspects(self) -> list[str]:
-        """The packed layers whose scales look reciprocal, if they are more than half."""
-        weights = ((name, self.weight(name)) for name in self.packing.schemes)
-        return schemes.suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
+        """The packed layers whose scales look reciprocal, if they are more than half. Only their weights are read."""
+        scales = ((name, self._scale(name, SCALE_NAME)) for name in self.packing.schemes)
+        floats = ((n, s.view(E8M0.dtype) if s.dtype == torch.uint8 else s) for n, s in scales)
+        return schemes.suspected((n, s, lambda n=n: self.weight(n).dequantize()) for n, s in floats)
 
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache by their names in the files of `packing`."""
