@@ -7,17 +7,18 @@ every folder here, and the bytes of the source.
 import json
 import shutil
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 from metrics import distance
 from packed_examples import LLAMA, lively, write_run
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model, open_theirs, outputs, same_bytes, write_text
+from tiny_models import built, make_model, open_theirs, outputs, same_bytes, write_text
 from verify_examples import change_config, change_settings, change_tensors
 
 import octavo
-from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import Budget
@@ -88,6 +89,15 @@ def test_experts_that_are_linear_layers_of_several_blocks_are_packed_and_convert
     assert load_file(packed / "model.safetensors")[scale].shape == (2, 1)
     assert convert_layout(packed, tmp_path / "again").lossless
     assert same_bytes(packed, tmp_path / "again")
+
+
+def test_each_stack_of_a_run_is_read_once_where_its_experts_are_compared(tmp_path, monkeypatch):
+    model, read, get = built("qwen3moe"), Counter(), ShardReader.get
+    run = write_run(tmp_path / "run", model, model.config.to_dict(), model="models/qwen3moe")
+    pack(run, tmp_path / "packed", experts=True)
+    monkeypatch.setattr(ShardReader, "get", lambda reader, name: (read.update([name]), get(reader, name))[1])
+    assert verify(tmp_path / "packed", run).ok
+    assert {count for name, count in read.items() if name.endswith(("gate_up_proj", "experts.down_proj"))} == {1}
 
 
 def same_stacks(folder):

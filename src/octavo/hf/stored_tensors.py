@@ -54,6 +54,7 @@ class ExpertFiles:
         self.experts = [part.removesuffix(".weight") for part in self._stack_of if part in matrices]
         self._in_files = {name: parts[0] for name, parts in self.parts.items()}
         self._in_model = {parts[0]: name for name, parts in self.parts.items() if len(parts) == 1}
+        self._read: dict[str, dict[str, Tensor]] = {}  # the parts of the stacks that `part` read last
 
     def unpacked(self, layout: Layout, packed: Collection[str]) -> list[str]:
         """The experts and routers in BF16, as a `quantization_config` must name its unpacked layers.
@@ -80,9 +81,13 @@ class ExpertFiles:
         return found
 
     def part(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
-        """One tensor of the files, from the tensors of the model, which `get` reads."""
-        whole = self._stack_of.get(name) or _renamed(name, self._in_model)
-        return self.split({whole: get(whole)})[name]
+        """One tensor of the files, from the tensors of the model, which `get` reads. The two stacks read last, those
+        of one layer, stay in memory, in parts."""
+        if (whole := self._stack_of.get(name)) is None:
+            return get(_renamed(name, self._in_model))
+        if whole not in self._read:
+            self._read = dict([*self._read.items()][-1:]) | {whole: self._revert(whole, get(whole))}
+        return self._read[whole][name]
 
     def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
         """One stack, made of its parts, which `get` reads."""
