@@ -159,6 +159,7 @@ class ShardReader:
         indexed = None if single.is_file() else _indexed(folder, stem)
         self._places: dict[str, tuple[Path, int, Tensor]] = {}  # the file of each tensor, and its first byte there
         self._stamps: dict[Path, tuple[int, int]] = {}
+        self._mapped: dict[Path, torch.UntypedStorage] = {}  # whole files, where all tensors are read
         self.specs: dict[str, Tensor] = {}
         self.strays: list[str] = []
         self.written: set[str] = set()
@@ -185,16 +186,21 @@ class ShardReader:
 
     def _map(self, name: str) -> Tensor:
         path, start, spec = self._places[name]
+        end = start + spec.nbytes
+        storage = (self._mapped[path] if path in self._mapped else self._map_file(path, end))[start:end]
+        data = torch.empty(0, dtype=torch.uint8).set_(storage)  # no offset, which torch.set_rng_state would not heed
+        data = data if start % spec.dtype.itemsize == 0 else data.clone()  # other programs may not align
+        return data.view(spec.dtype).view(spec.shape)
+
+    def _map_file(self, path: Path, size: int) -> torch.UntypedStorage:
+        """The first bytes of a file."""
         if _stamp(path) != self._stamps[path]:
             raise ArtifactError(
                 f"{path} was removed or changed while it was read. If it belongs to a run that still trains, the run "
                 "removed this checkpoint for a newer one (setting keep): give the command again"
             )
         with reading(path, "a file that can be mapped", ArtifactError):
-            storage = torch.UntypedStorage.from_file(str(path), False, start + spec.nbytes)[start:]
-        data = torch.empty(0, dtype=torch.uint8).set_(storage)  # no offset, which torch.set_rng_state would not heed
-        data = data if start % spec.dtype.itemsize == 0 else data.clone()  # other programs may not align
-        return data.view(spec.dtype).view(spec.shape)
+            return torch.UntypedStorage.from_file(str(path), False, size)
 
     def get_part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """The part of a tensor that begins at `offsets` and has the shape `sizes`, on the CPU."""
@@ -202,8 +208,14 @@ class ShardReader:
         return self._checksums.check(self._places[name][0], name, self._map(name)[slices], offsets)
 
     def get_all(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Every tensor, on `device`; on the CPU they lie in the mapped files."""
-        return read_all(self.get, self.specs, device)
+        """Every tensor, on `device`; on the CPU they lie in the files, each mapped once: Linux allows 65,530 mappings,
+        and mixtures have more tensors."""
+        if torch.device(device).type == "cpu":
+            self._mapped = {path: self._map_file(path, size) for path, (size, _) in self._stamps.items()}
+        try:
+            return read_all(self.get, self.specs, device)
+        finally:
+            self._mapped = {}
 
 
 def same_spec(a: Tensor, b: Tensor) -> bool:
