@@ -33,6 +33,7 @@ from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
 from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_backend, product_backend, takes_fnuz
 from octavo.ops.launching import Place
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
+from octavo.util import reading
 
 
 @dataclass(frozen=True, eq=False)
@@ -530,7 +531,8 @@ def is_named(entry: str, name: str, *, exact: bool) -> bool:
     also be the name of a parent module, the last parts of the name, or a glob.
     """
     if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), name) is not None
+        with reading(entry, "a regular expression, as an entry of quantization_config must be", ArtifactError):
+            return re.match(entry.removeprefix("re:"), name) is not None
     if exact or entry == name:
         return entry == name
     return name.startswith(f"{entry}.") or name.endswith(f".{entry}") or fnmatchcase(name, entry)

@@ -121,6 +121,10 @@ def _read_json(files: CheckpointFiles, name: str, required: bool = False) -> dic
 def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
     """The safetensors files, each with the tensors that the index lists for it; None if there is no index."""
     if (files.folder / _SINGLE).is_file():
+        placed = _read_json(files, _INDEX).get("weight_map")
+        if isinstance(placed, dict) and _SINGLE not in placed.values():
+            message = f"does not name {_SINGLE}, beside which vLLM reads what it names: remove it"
+            files.add_finding("file", _INDEX, message)
         return {_SINGLE: None}
     if not (files.folder / _INDEX).is_file():
         files.add_finding("file", _SINGLE, f"is missing, and so is {_INDEX}: the folder has no tensors")
@@ -181,6 +185,10 @@ _LEGAL = (
     "feature_extractor_type", "processor_class",
 )  # fmt: skip
 _SETTINGS = ("generation_config.json", "preprocessor_config.json")
+_TEXT = {
+    "tokenizer.json": ("normalizer", "pre_tokenizer", "post_processor"),
+    "tokenizer_config.json": ("add_bos_token", "add_eos_token", "chat_template"),
+}  # fmt: skip
 _TOKENS = (
     "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model",
@@ -205,6 +213,23 @@ def check_description(
             files.remarks.append(f"MODEL has {name}, and the folder lacks it")
         elif here.is_file() and there.is_file() and here.read_bytes() != there.read_bytes():
             _compare(files, name, _content(here), _content(there))
+    ours, theirs = _reads_text(files.folder), _reads_text(model)
+    for key in (key for key in ours if key in theirs and ours[key] != theirs[key]):
+        files.remarks.append(f"the {key} of the tokenizer is not MODEL's: the same text may become other tokens")
+
+
+def _reads_text(folder: Path) -> dict[str, Any]:
+    """What a tokenizer does to text beside its ids, and the chat template; {} without a tokenizer that can be read."""
+    found: dict[str, Any] = {}
+    for name, keys in _TEXT.items():
+        try:
+            content = json.loads((folder / name).read_bytes())
+            found |= {key: content.get(key) for key in keys}
+        except (ValueError, RecursionError, OSError, AttributeError):
+            continue
+    if (template := folder / "chat_template.jinja").is_file():
+        found["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
+    return found
 
 
 def _compare(files: CheckpointFiles, name: str, ours: Any, theirs: Any) -> None:
