@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from tiny_models import make_model
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.inference.kv_cache import LayerKVCache

@@ -159,7 +159,7 @@ class ShardReader:
         indexed = None if single.is_file() else _indexed(folder, stem)
         self._places: dict[str, tuple[Path, int, Tensor]] = {}  # the file of each tensor, and its first byte there
         self._stamps: dict[Path, tuple[int, int]] = {}
-        self._mapped: dict[Path, torch.UntypedStorage] = {}  # whole files, where all tensors are read
+        self._mapped: dict[Path, Any] = {}  # the storage of whole files, where all tensors are read
         self.specs: dict[str, Tensor] = {}
         self.strays: list[str] = []
         self.written: set[str] = set()
@@ -192,8 +192,8 @@ class ShardReader:
         data = data if start % spec.dtype.itemsize == 0 else data.clone()  # other programs may not align
         return data.view(spec.dtype).view(spec.shape)
 
-    def _map_file(self, path: Path, size: int) -> torch.UntypedStorage:
-        """The first bytes of a file."""
+    def _map_file(self, path: Path, size: int) -> Any:
+        """The storage of the first bytes of a file."""
         if _stamp(path) != self._stamps[path]:
             raise ArtifactError(
                 f"{path} was removed or changed while it was read. If it belongs to a run that still trains, the run "

@@ -1,6 +1,7 @@
 """The tensors of a packed folder, read without building its model."""
 
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,10 @@ class PackedTensors:
         """The packed layers whose scales look reciprocal, if they are more than half. Only their weights are read."""
         scales = ((name, self._scale(name, SCALE_NAME)) for name in self.packing.schemes)
         floats = ((n, s.view(E8M0.dtype) if s.dtype == torch.uint8 else s) for n, s in scales)
-        return schemes.suspected((n, s, lambda n=n: self.weight(n).dequantize()) for n, s in floats)
+        return schemes.suspected((n, s, partial(self._wide, n)) for n, s in floats)
+
+    def _wide(self, name: str) -> Tensor:
+        return self.weight(name).dequantize()
 
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache by their names in the files of `packing`."""

@@ -47,8 +47,9 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
     """Add the errors in the settings and tensors to `files.findings`; returns the specs of the packed layers."""
     try:
         specs, unused = layer_spec.read_specs(files.settings, required.linears)
-    except layer_spec.SpecError as error:
-        files.add_finding("config", "config.json", f"quantization_config: {error}")
+    except (layer_spec.SpecError, re.error) as error:
+        pattern = f"{error.pattern!r} is not a regular expression: " if isinstance(error, re.error) else ""
+        files.add_finding("config", "config.json", f"quantization_config: {pattern}{error}")
         return {}
     for entry in unused:
         is_known = "*" in entry or entry.startswith("re:") or entry in required.modules

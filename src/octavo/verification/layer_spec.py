@@ -134,23 +134,16 @@ def _ignored(settings: Mapping[str, Any]) -> list[str]:
 def _ignores(entry: str, name: str, exact: bool) -> bool:
     """True if an entry of the list of ignored modules matches a layer; `exact` is compressed-tensors' rule."""
     if entry.startswith("re:"):
-        return _fits(entry, name)
+        return re.match(entry.removeprefix("re:"), name) is not None
     if exact:
         return entry in (name, "Linear")
     return name == entry or name.startswith(f"{entry}.") or name.endswith(f".{entry}") or fnmatchcase(name, entry)
 
 
-def _fits(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    except re.error as error:
-        raise SpecError(f"{pattern!r} is not a regular expression ({error})") from error
-
-
 def _spec_of(name: str, groups: Groups) -> LayerSpec:
     for matches in (
         lambda target: target == name,
-        lambda target: target.startswith("re:") and _fits(target, name),
+        lambda target: target.startswith("re:") and re.match(target.removeprefix("re:"), name),
         lambda target: target == "Linear",
     ):
         for targets, spec in groups:

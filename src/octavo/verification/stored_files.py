@@ -9,6 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
     if (files.folder / _SINGLE).is_file():
         placed = _read_json(files, _INDEX).get("weight_map")
         if isinstance(placed, dict) and _SINGLE not in placed.values():
-            message = f"does not name {_SINGLE}, beside which vLLM reads what it names: remove it"
+            message = f"does not name {_SINGLE}, beside which vLLM reads what it names: move it elsewhere"
             files.add_finding("file", _INDEX, message)
         return {_SINGLE: None}
     if not (files.folder / _INDEX).is_file():
@@ -213,20 +214,19 @@ def check_description(
             files.remarks.append(f"MODEL has {name}, and the folder lacks it")
         elif here.is_file() and there.is_file() and here.read_bytes() != there.read_bytes():
             _compare(files, name, _content(here), _content(there))
-    ours, theirs = _reads_text(files.folder), _reads_text(model)
-    for key in (key for key in ours if key in theirs and ours[key] != theirs[key]):
-        files.remarks.append(f"the {key} of the tokenizer is not MODEL's: the same text may become other tokens")
+    theirs = _reads_text(model)
+    wrong = [key for key, value in _reads_text(files.folder).items() if theirs.get(key, value) != value]
+    other = "the same text may become other tokens"
+    files.remarks += [f"the {key} of the tokenizer is not MODEL's: {other}" for key in wrong]
 
 
 def _reads_text(folder: Path) -> dict[str, Any]:
     """What a tokenizer does to text beside its ids, and the chat template; {} without a tokenizer that can be read."""
     found: dict[str, Any] = {}
     for name, keys in _TEXT.items():
-        try:
+        with suppress(ValueError, RecursionError, OSError, AttributeError):
             content = json.loads((folder / name).read_bytes())
             found |= {key: content.get(key) for key in keys}
-        except (ValueError, RecursionError, OSError, AttributeError):
-            continue
     if (template := folder / "chat_template.jinja").is_file():
         found["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
     return found
