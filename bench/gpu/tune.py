@@ -30,11 +30,11 @@ from bench.gpu.moe import SHAPES as EXPERTS
 from bench.gpu.moe import Products, of_columns, of_rows
 from octavo.numerics import ROW, Cast, QTensor, group
 from octavo.ops import quantize, quantize_matrices, sort_by_expert
-from octavo.ops.attention_tiles import TILES, Tile, choose_tile
+from octavo.ops.attention_tiles import TILES, Tile
 from octavo.ops.dispatch import SQUARE, STRIP
 from octavo.ops.kernels import block_scaled_gemm, grouped_gemm, weight_only
 from octavo.ops.kernels import gemm as row_gemm
-from octavo.ops.launching import Operands, compile_only
+from octavo.ops.launching import Operands, _recorded, compile_only
 from octavo.ops.library_gemms import scaled_mm_cublaslt
 from octavo.recipe import ROW_W
 
@@ -160,13 +160,13 @@ def cache(batch: int, *_: int) -> None:
             found = fastest(before[0], CACHED, partial(time_tile, step, size), best=5)
             show(found, copy=1e3 * copy_ms(2 * k.numel() * size))
             TILES[size] = before
-            choose_tile.cache_clear()
+            _recorded.clear()
 
 
 def time_tile(step: Callable[[], Tensor], size: int, tile: Tile) -> float:
     """Microseconds of an attention whose elements of keys and values have `size` bytes, with a tile."""
     TILES[size] = (tile,)
-    choose_tile.cache_clear()
+    _recorded.clear()
     return 1e3 * replayed(step, calls=3, rounds=4)
 
 

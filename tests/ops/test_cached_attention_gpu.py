@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from octavo.inference.kv_cache import LayerKVCache
-from octavo.ops import append_kv, cached_attention, rotate_append
+from octavo.ops import append_kv, cached_attention, launching, rotate_append
 from octavo.ops.attention import widened_attention
 from octavo.ops.launching import Cache
 
@@ -82,6 +82,7 @@ def test_the_smaller_tiles_of_gpus_with_less_shared_memory(kind, shape, kib, mon
     from octavo.ops.kernels import attention as kernel
 
     monkeypatch.setattr(kernel, "shared_memory", lambda device: kib * 1024)
+    monkeypatch.setattr(launching, "_recorded", {})
     *sizes, used = shape
     check(kind, tuple(sizes), used, None, torch.bfloat16, REPEATS)
 

@@ -12,7 +12,7 @@ from gpus import ONLY_HOPPER, no_waits, poison
 
 from octavo.nn import GroupedLinear
 from octavo.numerics import ROW, QTensor
-from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
+from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, launching, transpose
 from octavo.ops import dispatch as backend
 from octavo.ops.launching import Operands
 from octavo.recipe import rowwise
@@ -43,6 +43,7 @@ def check_gradients(dw, h, scale, x_t, sizes, fast):
 @pytest.fixture(params=["promoted by CUTLASS", "promoted", "fast"])
 def fast(request, monkeypatch) -> bool:
     """True if sums are fast. PyTorch's kernel or ours computes promoted ones, for all numbers of rows."""
+    monkeypatch.setattr(launching, "_recorded", {})
     for limit in ("CUTLASS_ROWS", "CUTLASS_ROWS_OF_WIDE"):
         monkeypatch.setattr(backend, limit, -1 if "CUTLASS" in request.param else 1 << 30)
     return request.param == "fast"

@@ -73,8 +73,6 @@ def compile_for(capability: int, module, monkeypatch: pytest.MonkeyPatch) -> Com
         monkeypatch.setattr(import_module(f"octavo.ops.kernels.{each}"), "launcher", launcher)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 128, raising=False)
     monkeypatch.setattr(module, "shared_memory", lambda device: compiled.limit, raising=False)
-    if hasattr(module, "choose"):
-        monkeypatch.setattr(module, "choose", module.choose.__wrapped__)  # without its cache
     return compiled
 
 
@@ -200,10 +198,9 @@ def calls_of_products(capability: int) -> Iterator[Call]:
 def compiled_for(capability: int, file: str, monkeypatch: pytest.MonkeyPatch):
     """The kernels of a file, whose launches compile for a GPU of this capability."""
     kernel = import_module(f"octavo.ops.kernels.{file}")
-    if file == "grouped_gemm":  # its tiles are chosen by others, which cache their choice
-        for other, choose in ("block_scaled_gemm", kernel.choose_blocks), ("weight_only", kernel.choose_weight_tiling):
+    if file == "grouped_gemm":  # its tiles are chosen by others
+        for other in ("block_scaled_gemm", "weight_only"):
             compile_for(capability, import_module(f"octavo.ops.kernels.{other}"), monkeypatch)
-            choose.cache_clear()
     return kernel, compile_for(capability, kernel, monkeypatch)
 
 

@@ -1,5 +1,6 @@
-"""A second launch with the same key calls the compiled kernel; any other property of an argument does not."""
+"""Calls of operations are recorded, and repeated with other addresses; kernels are compiled without a launch."""
 
+import ctypes
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -10,108 +11,172 @@ import torch
 
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.ops import launching as module
-from octavo.ops.launching import LONGEST_ROW, _read, allocate, compile_only, fits, has_kernels, launch, running
+from octavo.ops.launching import (
+    LONGEST_ROW,
+    _kind_of,
+    allocate,
+    compile_only,
+    fits,
+    has_kernels,
+    launch,
+    repeat,
+    running,
+)
 
 
 class CompiledKernel:
-    """Has the name and the interface of Triton's class."""
+    """Has the name and the interface of Triton's class. It adds N to the first of 8 floats."""
 
     function, packed_metadata = "function", "metadata"
 
-    def __init__(self, calls: list[object], fails: bool) -> None:
-        self.calls, self.fails = calls, fails
+    def __init__(self, kernel: "Kernel") -> None:
+        self.kernel = kernel
 
     def run(self, *args):
-        if self.fails:
+        if self.kernel.fails:
             raise TypeError("function takes exactly 12 arguments")
-        self.calls.append(("compiled", *args))
+        *fixed, x, y, n, block, even = args
+        self.kernel.calls.append(("compiled", *fixed, n, block, even))
+        x, y = (t if isinstance(t, int) else t.base.data_ptr() for t in (x, y))
+        ctypes.memmove(y, x, 32)
+        ctypes.cast(y, ctypes.POINTER(ctypes.c_float))[0] += n
 
 
 class Kernel:
-    arg_names = ("x_ptr", "y_ptr", "M", "BLOCK", "EVEN")
+    arg_names = ("x_ptr", "y_ptr", "N", "BLOCK", "EVEN")
 
     def __init__(self, returns: bool = True, fails: bool = False) -> None:
         self.calls, self.returns, self.fails = [], returns, fails
 
     def __getitem__(self, grid):
-        def run(*args, **constants):
-            self.calls.append(("searched", grid, args, constants))
-            return CompiledKernel(self.calls, self.fails) if self.returns else None
+        def run(x, y, n, **constants):
+            self.calls.append(("searched", grid, n, constants))
+            x, y = (getattr(t, "base", t) for t in (x, y))
+            y.copy_(x)
+            y[0] += n
+            return CompiledKernel(self) if self.returns else None
 
         return run
 
 
 @pytest.fixture(autouse=True)
 def _empty(monkeypatch):
-    monkeypatch.setattr(module, "_cached", {})
+    monkeypatch.setattr(module, "_recorded", {})
     monkeypatch.setattr(module, "_current_stream", lambda device: f"stream of {device}")
-
-
-def test_the_second_launch_is_direct_with_the_constants_in_order():
-    kernel, x = Kernel(), torch.zeros(8)
-    launch(kernel, (3, 2), x, None, 5, EVEN=True, BLOCK=4, num_warps=8)
-    launch(kernel, (3, 2), x, None, 7, EVEN=True, BLOCK=4, num_warps=8)
-    assert kernel.calls[0] == ("searched", (3, 2), (x, None, 5), {"EVEN": True, "BLOCK": 4, "num_warps": 8})
-    fixed = ("compiled", 3, 2, 1, "stream of -1", "function", "metadata", None, None, None)
-    assert kernel.calls[1] == (*fixed, x.data_ptr(), None, 7, 4, True)
+    guards = torch._C._dynamo.guards
+    monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
 
 
 def described(base: torch.Tensor, *block: int):
     return SimpleNamespace(base=base, block_shape=list(block))
 
 
-def test_a_known_launch_by_descriptors_hands_them_to_the_launcher_of_triton():
-    kernel, given = Kernel(), {"BLOCK": 4, "EVEN": True, "num_warps": 8}
-    one, other = described(torch.zeros(8), 2, 4), described(torch.zeros(8), 2, 4)
-    launch(kernel, (3,), one, X, 5, **given)
-    launch(kernel, (3,), other, X, 7, **given)
-    kind, *_, first, address, size, block, even = kernel.calls[1]
-    assert (kind, first, address, size, block, even) == ("compiled", other, X.data_ptr(), 7, 4, True)
-    for each in (described(torch.zeros(8), 4, 2), described(torch.zeros(8).bfloat16(), 2, 4)):
-        launch(kernel, (3,), each, X, 5, **given)
-    assert [kind for kind, *_ in kernel.calls[2:]] == ["searched", "searched"]
+def added(kernel: Kernel, x: torch.Tensor, n: int = 5, way=lambda x: x, zero: bool = False, **changed):
+    """x + [n, 0, 0, ...] by two launches, and its bits; `way` is how a kernel gets x."""
+
+    def compute():
+        y, z = allocate(x, x.shape), allocate(x, x.shape, zero=zero)
+        given = {"EVEN": True, "BLOCK": 4, "num_warps": 8} | changed
+        launch(kernel, (3, 2), way(x), y, n - 1, **given)
+        launch(kernel, (3, 2), y, z, 1, **given)
+        return z, None, z.view(torch.int32)
+
+    return repeat("added", (x, n, None, *changed.values()), compute)
 
 
-X = torch.zeros(8)
+@pytest.mark.parametrize("way", [lambda x: x, lambda x: described(x[:], 4)], ids=["tensor", "descriptor"])
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_known_call_is_repeated_for_other_tensors(way, zero):
+    kernel, kept = Kernel(), []
+    for _ in range(3):
+        x = torch.randn(8)
+        y, nothing, bits = added(kernel, x, way=way, zero=zero)
+        kept.append((x, y))
+        assert (nothing, bits.dtype, bits.data_ptr()) == (None, torch.int32, y.data_ptr())
+    for x, y in kept:
+        assert torch.equal(y, x + 5 * torch.eye(8)[0])
+    assert kernel.calls[0] == ("searched", (3, 2), 4, {"EVEN": True, "BLOCK": 4, "num_warps": 8})
+    fixed = ("compiled", 3, 2, 1, "stream of -1", "function", "metadata", None, None, None)
+    assert kernel.calls[2:] == [(*fixed, 4, 4, True), (*fixed, 1, 4, True)] * 2
+    assert not any(each.known for each in module._recorded.values())  # no tensor is held
 
 
 @pytest.mark.parametrize(
-    ("args", "constants", "grid"),
+    ("x", "changed"),
     [
-        *((args, {}, (3,)) for args in ((X.bfloat16(), None, 5), (torch.zeros(9)[1:], None, 5), (X, X, 5))),
-        *(((X, None, size), {}, (3,)) for size in (1, 32, 2**31 + 1)),
-        *(((X, None, 5), constants, (3,)) for constants in ({"BLOCK": 8}, {"num_warps": 4})),
-        ((X, None, 5), {}, (4,)),
+        *((x, {}) for x in (torch.zeros(9)[1:], torch.zeros(16)[::2], torch.zeros(8, 1), torch.zeros(8).int())),
+        *((torch.zeros(8), changed) for changed in ({"n": 6}, {"BLOCK": 8})),
     ],
 )
-def test_another_key_is_searched(args, constants, grid):
+def test_a_call_of_another_kind_is_computed(x, changed):
     kernel = Kernel()
-    given = {"BLOCK": 4, "EVEN": True, "num_warps": 8}
-    launch(kernel, (3,), torch.zeros(8), None, 5, **given)
-    launch(kernel, grid, *args, **given | constants)
-    assert [kind for kind, *_ in kernel.calls] == ["searched", "searched"]
+    added(kernel, torch.zeros(8))
+    added(kernel, x, **changed)
+    assert [kind for kind, *_ in kernel.calls] == ["searched"] * 4
+
+
+def test_tensors_that_share_memory_are_another_kind():
+    kernel = Kernel()
+
+    def both(x, y):
+        def compute():
+            launch(kernel, (1,), x, y, 1, BLOCK=4, EVEN=True)
+
+        repeat("both", (x, y), compute)
+
+    for same in (True, False, True, False):
+        x = torch.zeros(8)
+        y = x if same else torch.zeros(8)
+        both(x, y)
+        assert (float(y[0]), float(x[0])) == (1, same)
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        lambda kernel, x: allocate(x, (8,)),
+        lambda kernel, x: launch(kernel, (1,), x.clone(), y := allocate(x, (8,)), 1, BLOCK=4, EVEN=True) or y,
+        lambda kernel, x: launch(kernel, (1,), x, allocate(x, (8,)), 1, BLOCK=4, EVEN=True) or allocate(x, (8,)),
+        lambda kernel, x: launch(kernel, (1,), x, y := allocate(x, (8,)), 1, BLOCK=4, EVEN=True) or y + 1,
+        lambda kernel, x: launch(kernel, (1,), x, y := allocate(x, (8,)), 1, BLOCK=4, EVEN=True) or y[:4],
+    ],
+    ids=["no launch", "a tensor of PyTorch", "not written", "a result of PyTorch", "a part"],
+)
+def test_what_does_more_than_launch_is_computed_again(results):
+    kernel, x = Kernel(), torch.zeros(8)
+    for _ in range(3):
+        repeat("more", (x,), results, kernel, x)
+    assert list(module._recorded.values()) == [None]
 
 
 @pytest.mark.parametrize("kernel", [Kernel(returns=False), Kernel(fails=True)], ids=["not compiled", "interface"])
 def test_what_is_no_compiled_kernel_of_triton_is_searched_again(kernel):
     for _ in range(3):
-        launch(kernel, (1,), torch.zeros(8), None, 5, BLOCK=4, EVEN=True)
-    assert [kind for kind, *_ in kernel.calls] == ["searched"] * 3
+        assert added(kernel, torch.zeros(8))[0][0] == 5
+    assert [kind for kind, *_ in kernel.calls] == ["searched"] * 6
 
 
-def test_the_memory_of_launches_is_bounded(monkeypatch):
+def test_a_call_within_a_recorded_one_is_part_of_it():
+    kernel = Kernel()
+    added(kernel, torch.zeros(8))
+    for _ in range(2):
+        x = torch.randn(8)
+        y = repeat("outer", (x,), lambda x=x: added(kernel, x)[0])
+        assert torch.equal(y, x + 5 * torch.eye(8)[0])
+    assert [kind for kind, *_ in kernel.calls] == ["searched"] * 4 + ["compiled"] * 2
+
+
+def test_the_memory_of_calls_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MOST", 3)
-    for size in range(9):
-        launch(Kernel(), (size,), torch.zeros(8), None, 5, BLOCK=4, EVEN=True)
-    assert len(module._cached) <= 3
+    for n in range(9):
+        added(Kernel(), torch.zeros(8), n)
+    assert len(module._recorded) <= 3
 
 
 def test_tensors_of_two_devices_are_refused():
     """The launcher would take the address of the other device as its own."""
-    x = torch.zeros(8)
-    other = SimpleNamespace(dtype=x.dtype, data_ptr=x.data_ptr, get_device=lambda: 1, device="cuda:1")
     with pytest.raises(ValueError, match="on one device"):
-        launch(Kernel(), (1,), x, other, 5, BLOCK=4, EVEN=True)
+        launch(Kernel(), (1,), torch.zeros(8), torch.zeros(8, device="meta"), 5, BLOCK=4, EVEN=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -198,7 +263,7 @@ def test_kinds_part_where_triton_compiles_anew():
     base = triton.backends.compiler.BaseBackend
     for one in values:
         for other in values:
-            if _read((one,), -1)[0] == _read((other,), -1)[0]:
+            if _kind_of(one) == _kind_of(other):
                 assert specialize(base, one, False, True, True) == specialize(base, other, False, True, True)
 
 

@@ -4,7 +4,6 @@ A program holds in shared memory the loads in flight of keys and values, one blo
 queries and the block's probabilities. A Hopper has 227 KiB for a program, Ada and RTX Blackwell have 99 KiB.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 
@@ -23,7 +22,6 @@ TILES = {
 }
 
 
-@cache
 def choose_tile(element_size: int, block_m: int, block_d: int, limit: int) -> Tile:
     """The first tile that fits `limit` bytes of shared memory, for `block_m` queries and heads of `block_d`, padded."""
     tiles = TILES[element_size]
@@ -41,7 +39,6 @@ def shared_bytes(tile: Tile, element_size: int, block_m: int, block_d: int) -> i
 # ---- The number of parts that the tokens of a cache are split into, so that every multiprocessor has work.
 
 
-@cache
 def splits_of(pairs: int, capacity: int, block_n: int, programs: int) -> int:
     """The number of parts for `pairs` heads of sequences with `capacity` tokens, `programs` running at a time.
 

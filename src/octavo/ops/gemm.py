@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.formats import format_of, widen
-from octavo.numerics.qtensor import Granularity, QTensor, group
-from octavo.ops.dispatch import Backend, find_backend, returned_dtype
+from octavo.numerics.qtensor import ROW, TENSOR, Granularity, QTensor, group
+from octavo.ops.dispatch import MAX_SMALL_M, Backend, find_backend, returned_dtype
 from octavo.ops.launching import Operands, has_kernels
 from octavo.ops.library_gemms import ALIGNMENT, scaled_mm_cublaslt
 from octavo.ops.registration import FLOATS, check_tensor, operation
@@ -166,7 +166,10 @@ def _inlines(operands: Operands, *rest: Any) -> bool:
     return backend not in ("emulated", "none") and bool(by_row)
 
 
-@operation(check=check_product, like=like_product, inlines=_inlines)
+@operation(
+    check=check_product, like=like_product, inlines=_inlines,
+    repeats=lambda a, *rest: a.shape[0] <= MAX_SMALL_M or rest[3] not in (ROW.name, TENSOR.name),
+)  # fmt: skip
 def _scaled_mm(
     operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, fast: bool, emulate: bool
 ) -> Tensor:

@@ -5,7 +5,6 @@ first one begins at row 0. Only the reference reads them on the host, so a step 
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import pairwise, starmap
 from typing import Any
 
@@ -20,7 +19,6 @@ from octavo.ops.gemm import operands_of, scaled_mm_reference, wide_operand
 from octavo.ops.launching import Operands
 from octavo.ops.registration import check_tensor, operation
 
-_find_cached = lru_cache(maxsize=4096)(find_grouped_backend)
 ALIGNMENT = 16  # the GPU's kernel takes N and K in multiples of this
 
 
@@ -104,7 +102,7 @@ def _backend(operands: Operands, emulate: bool) -> str:  # chosen within the ope
     a, b, scale_a, scale_b, *granularities = operands
     formats = format_of(a.dtype).name, format_of(b.dtype).name
     e8m0 = scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
-    backend = _find_cached(a.device, formats, *granularities, e8m0=e8m0)
+    backend = find_grouped_backend(a.device, formats, *granularities, e8m0=e8m0)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no grouped FP8 GEMM here: {backend.reason}. Leave the experts in BF16, or pass emulate=True to "

@@ -9,9 +9,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from importlib.util import find_spec
-from math import prod
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,98 +21,150 @@ from torch.nn import Parameter
 from octavo.numerics.qtensor import TENSOR, Cast, Granularity, QTensor
 
 # ---- Launches of Triton kernels, and the memory of their results, in eager code.
-#
-# `kernel[grid](...)` works out at each call which compiled kernel its arguments need, which takes most of the host's
-# time for a launch. Here the compiled kernel that the first such call returns is cached, under everything that decided
-# its choice: dtype and alignment of the pointers, properties of the integers, the constants, the grid and the device. A
-# later call with the same key calls its launcher as Triton and Inductor do, with addresses in place of tensors: for a
-# tensor, the launcher asks Python and the driver for the address. Where the launcher takes other arguments,
-# `kernel[grid](...)` runs as before. Triton's hooks of launches, which its profiler Proton sets, see the first launch
-# of each key only.
 
 
 TENSORS = frozenset((Tensor, Parameter))  # those that hold numbers; subclasses may not
-MOST = 10_000  # launches cached at a time; a grid depends on the number of tokens
-_cached: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]] = {}
-_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # of Inductor: a third of the time
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """A contiguous tensor on the device of `like`, the current one, not initialized; in its dtype by default."""
-    dtype = like.dtype if dtype is None else dtype
-    if _empty_cuda is None or type(like) not in TENSORS or not like.is_cuda:
-        return like.new_empty(shape, dtype=dtype)
-    shape = tuple(shape)  # not a torch.Size, which the function refuses
-    return _empty_cuda(shape, _strides(shape), dtype)
-
-
-@lru_cache(maxsize=4096)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
+def allocate(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None, *, zero: bool = False) -> Tensor:
+    """A contiguous tensor on the device of `like`, zeros or not initialized, in its dtype by default. Kernels alone
+    may write to it, and no operation of PyTorch."""
+    make = like.new_zeros if zero else like.new_empty
+    made: Tensor = make(tuple(shape), dtype=like.dtype if dtype is None else dtype)
+    if (call := recording.get()) is not None:
+        call.note_memory(made, zero)
+    return made
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch `kernel`, a function of `triton.jit`, on `grid`, with tensors, integers and None for its first parameters.
-
-    The first is a tensor on the current device, or descriptors of tensors stand before all others. `constants` are its
-    last parameters, and options of the compiler.
-    """
-    descriptors = () if isinstance(args[0], Tensor) else [arg for arg in args if hasattr(arg, "block_shape")]
-    tensors = (*(each.base for each in descriptors), *args[len(descriptors) :]) if descriptors else args
-    device = tensors[0].get_device()
-    kinds, values = _read(tensors, device)
-    for i, each in enumerate(descriptors):  # Triton encodes them at each launch
-        kinds[i], values[i] = (kinds[i], *each.block_shape), each
-    key = (id(kernel), device, grid, *kinds, *constants.values())
-    found = _cached.get(key)
-    if found is not None:
-        run, handles, rest, _ = found
-        try:
-            run(_current_stream(device), *handles, None, None, None, *values, *rest)
-        except (AttributeError, TypeError):  # a Triton whose launcher takes other arguments
-            kernel[grid](*args, **constants)
-        return
+    """Launch `kernel`, a function of `triton.jit`, on `grid`. Its first parameters get tensors on the current device,
+    descriptors of such, integers and None. `constants` are its last parameters, and options of the compiler."""
+    devices = {arg.device for arg in args if isinstance(arg, Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"the tensors of an operation must be on one device, got {' and '.join(map(str, devices))}")
     if (compilation := running.get()) is not None:
-        compilation.add(kernel, device, (id(kernel), *kinds, *constants.values()), grid, args, constants)
+        compilation.add(kernel, grid, args, constants)
         return
-    compiled = kernel[grid](*args, **constants)
-    if type(compiled).__name__ == "CompiledKernel":  # Triton's interpreter returns None
-        if len(_cached) >= MOST:
-            _cached.clear()
-        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        handles = compiled.function, compiled.packed_metadata
-        # With the kernel, so that no other one gets its id. Triton's own hash of a kernel takes longer.
-        _cached[key] = partial(compiled.run, *(*grid, 1, 1)[:3]), handles, rest, kernel
+    compiled, call = kernel[grid](*args, **constants), recording.get()
+    if call is not None and type(compiled).__name__ == "CompiledKernel":  # Triton's interpreter returns None
+        rest = [constants[name] for name in kernel.arg_names[len(args) :]]
+        handles = compiled.function, compiled.packed_metadata, None, None, None  # the last are hooks
+        call.note_launch(partial(compiled.run, *(*grid, 1, 1)[:3]), [*handles, *args, *rest])
 
 
-def _read(args: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
-    """The properties of each argument that decide Triton's choice of a compiled kernel, and the arguments for its
-    launcher, tensors as addresses."""
-    kinds: list[Any] = []
-    values: list[Any] = []
-    for arg in args:
-        if arg is None:
-            kinds.append(None)
-            values.append(None)
-        elif type(arg) is int:
-            kinds.append(_kind_of(arg))
-            values.append(arg)
-        else:
-            address = arg.data_ptr()
-            kinds.append((arg.dtype,) if address % 16 else arg.dtype)
-            values.append(address)
-            if arg.get_device() != device:
-                raise ValueError(
-                    f"the tensors of an operation must be on one device, got cuda:{device} and {arg.device}"
-                )
-    return kinds, values
+# ---- Calls of an operation, repeated with other tensors.
+#
+# `kernel[grid](...)` works out at each launch which compiled kernel its arguments need, which takes most of the host's
+# time. But what a call of an operation allocates and launches follows from the kind of its arguments: dtypes, sizes,
+# strides and alignment of tensors, and all that is no tensor. So one call of each kind is recorded. The next ones
+# allocate the same, and call the launchers of the same compiled kernels, as Triton and Inductor do, with addresses in
+# place of tensors. They need no checks, no choice of tiles and no arithmetic of sizes.
+#
+# A call that did anything else is not repeated: no kernel ran, one got a tensor that is neither an argument nor from
+# `allocate`, or a result is such a tensor or one that no kernel got. Triton's hooks of launches, which its profiler
+# Proton sets, see the first call of each kind only.
 
 
-@lru_cache(maxsize=4096)
-def _kind_of(number: int) -> Any:
-    """The properties of an integer that decide Triton's choice."""
-    return number if number == 1 else (number % 16 == 0, -(2**31) <= number < 2**31, number < 2**63)
+MOST = 10_000  # calls recorded at a time; their sizes depend on the number of tokens
+_recorded: dict[tuple[Any, ...], Recording | None] = {}  # None for calls that are not repeated
+recording: ContextVar[Recording | None] = ContextVar("recording", default=None)  # of the call that this thread computes
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def repeat(name: str, values: Sequence[Any], compute: Callable[..., Any], *args: Any) -> Any:
+    """compute(*args), the results of an operation for `values`, which begin with a tensor on the current device."""
+    kinds: list[Any] = [name]
+    tensors: list[Any] = []
+    addresses: list[int] = []
+    for value in values:
+        if type(value) not in TENSORS:
+            kinds.append(value)
+            continue
+        tensors.append(value)
+        addresses.append(address := value.data_ptr())
+        kinds += value.dtype, value.shape, value.stride(), value.get_device(), address % 16
+    if len(set(addresses)) < len(addresses):
+        kinds += map(addresses.index, addresses)  # which of them are the same
+    key = tuple(kinds)
+    known = _recorded.get(key)
+    if recording.get() is not None or (known is None and key in _recorded):
+        return compute(*args)
+    if known is not None:
+        try:
+            return known.repeat(tensors, addresses)
+        except (AttributeError, TypeError):  # a Triton whose launcher takes other arguments
+            _recorded[key] = None
+            return compute(*args)
+    token = recording.set(call := Recording(tensors))
+    try:
+        results = compute(*args)
+    finally:
+        recording.reset(token)
+    if running.get() is None:
+        if len(_recorded) >= MOST:
+            _recorded.clear()
+        _recorded[key] = call if call.ends(results) else None
+    return results
+
+
+class Recording:
+    """What a call of an operation with these tensors allocates, launches and returns."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.known = list(tensors)  # the arguments, then what is allocated; none when the call has ended
+        self.given, self.device, self.single = len(tensors), tensors[0].get_device(), True
+        self.memory: list[Callable[[], Tensor]] = []
+        self.launches: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int, Any]]]] = []
+        self.results: list[tuple[int, torch.dtype | None]] = []  # places of tensors, and dtypes of views
+
+    def note_memory(self, made: Tensor, zero: bool) -> None:
+        self.known.append(made)
+        given = tuple(made.shape), made.stride(), made.dtype
+        guards: Any = torch._C._dynamo.guards  # its function of Inductor takes a third of the time of `torch.empty`
+        zeros = partial(torch.zeros, made.shape, dtype=made.dtype, device=made.device)
+        self.memory.append(zeros if zero else partial(guards._empty_strided_cuda, *given))
+
+    def note_launch(self, run: Callable[..., Any], values: list[Any]) -> None:
+        pointers = []
+        for at, arg in enumerate(values):
+            base = arg if isinstance(arg, Tensor) else getattr(arg, "base", None)
+            if base is not None:  # a tensor, or a descriptor of one, which Triton encodes at each launch
+                described = None if base is arg else partial(SimpleNamespace, **vars(arg) | {"base": None})
+                pointers.append((at, self.place(base), described))
+                values[at] = None
+        self.launches.append((run, values, pointers))
+
+    def place(self, t: Tensor) -> int:
+        """The number of the known tensor with the address of `t`; -1 for none."""
+        return next((i for i, known in enumerate(self.known) if known.data_ptr() == t.data_ptr()), -1)
+
+    def ends(self, results: Any) -> bool:
+        """True if the call, which gave these results, can be repeated."""
+        got = {place for _, _, pointers in self.launches for _, place, _ in pointers} | {*range(self.given)}
+        fits = len(self.launches) > 0 and -1 not in got
+        for result in results if isinstance(results, tuple) else (results,):
+            place = -1 if result is None else self.place(result)
+            made = self.known[place]
+            viewed = result is not None and result.dtype != made.dtype
+            self.results.append((place, result.dtype if viewed else None))
+            given = place in got or (place >= 0 and made.numel() == 0)
+            fits &= result is None or (given and made.shape == result.shape)
+        self.single, self.known = not isinstance(results, tuple), []
+        return fits
+
+    def repeat(self, tensors: list[Any], addresses: list[int]) -> Any:
+        """The results for other tensors of the same kind."""
+        tensors += [make() for make in self.memory]
+        addresses += [each.data_ptr() for each in tensors[self.given :]]
+        stream = _current_stream(self.device)
+        for run, template, pointers in self.launches:
+            values = template.copy()
+            for at, place, described in pointers:
+                values[at] = addresses[place] if described is None else described(base=tensors[place])
+            run(stream, *values)
+        tensors.append(None)  # the place -1
+        found = [tensors[place] if dtype is None else tensors[place].view(dtype) for place, dtype in self.results]
+        return found[0] if self.single else tuple(found)
 
 
 # ---- Compiling Triton kernels in several threads, before they are first launched.
@@ -135,13 +187,24 @@ class Compilation:
         self.threads = threads
         self.known: set[tuple[Any, ...]] = set()
 
-    def add(self, kernel: Any, device: int, signature: tuple[Any, ...], grid: Any, args: Any, constants: Any) -> None:
+    def add(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Compile `kernel` for these arguments. An error is not reported: it comes again at the first launch."""
+        device = next(getattr(arg, "base", arg) for arg in args if arg is not None).get_device()
+        signature = id(kernel), *map(_kind_of, args), *constants.values()
         if signature not in self.known:
             self.known.add(signature)
             if (caches := getattr(kernel, "device_caches", None)) is not None:
                 _ = caches[device]  # made here: of threads that make it at once, one would keep its own
             self.threads.submit(_compile, kernel, device, grid, args, constants)
+
+
+def _kind_of(arg: Any) -> Any:
+    """The properties of an argument that decide Triton's choice of a compiled kernel."""
+    if isinstance(arg, int):
+        return arg if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63)
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return arg if arg is None else (_kind_of(arg.base), *arg.block_shape)
 
 
 running: ContextVar[Compilation | None] = ContextVar("running", default=None)  # in this thread
@@ -189,7 +252,6 @@ def has_kernels(device: Place, lowest: tuple[int, int] = (8, 9)) -> bool:
     return torch.cuda.get_device_capability(device) >= lowest
 
 
-@cache
 def is_hopper(device: torch.device) -> bool:
     """True for a Hopper, the only GPU on whose copy engine (TMA) tiles are loaded by descriptors."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -201,13 +263,11 @@ def some_gpu_rounds_twice() -> bool:
     return any(torch.cuda.get_device_capability(i) == (8, 9) for i in range(torch.cuda.device_count()))
 
 
-@cache
 def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU. The cache saves the search for its properties, at every launch."""
+    """The number of multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@cache
 def shared_memory(device: torch.device) -> int:
     """The bytes of shared memory that one program may have on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)
@@ -224,7 +284,6 @@ def power_of_two_above(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-@lru_cache(maxsize=4096)
 def row_tile(k: int) -> tuple[int, int, int]:
     """(BLOCK_K, BLOCK_M, warps) of a program over rows of `k` elements: the fastest on an H100."""
     block = max(power_of_two_above(k), 16)

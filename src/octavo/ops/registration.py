@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from octavo.numerics.formats import E2M1, Format, narrow_format
 from octavo.numerics.qtensor import Cast, Granularity, parse_cast, parse_granularity
-from octavo.ops.launching import TENSORS, launch
+from octavo.ops.launching import TENSORS, launch, repeat
 from octavo.version import __version__
 
 # ---- Calls of our operations, without PyTorch's dispatcher where nothing traces, records or transforms the call.
@@ -65,12 +65,14 @@ class Operation(Generic[Result]):
 
     def __init__(self, function: Callable[..., Result], *, like: Function, check: Function = lambda *args: None,
                  runs: Function | None = None, inlines: Function | None = None, mutates: tuple[str, ...] = (),
-                 after: bool = False, strided: tuple[str, ...] = ()) -> None:  # fmt: skip
+                 after: bool = False, strided: tuple[str, ...] = (),
+                 repeats: Function = lambda *args: True) -> None:  # fmt: skip
         self.name = function.__name__.strip("_").removesuffix("_reference")
         self.kernels = function.__module__.rpartition(".")[2] if runs else ""
         self.__doc__ = function.__doc__
         self.function, self.like, self.check, self.mutates, self.after = function, like, check, mutates, after
         self.runs: Any = runs
+        self.repeats = repeats
         self._inlines = inlines or runs or (lambda *given: False)
         signature = inspect.signature(function)
         given = list(signature.parameters.values())
@@ -105,13 +107,19 @@ class Operation(Generic[Result]):
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
             return self.overload(*args)
-        if not _is_plain((*args[0], *args[1:]) if type(args[0]) is list else args):
+        values = (*args[0], *args[1:]) if type(args[0]) is list else args
+        if not _is_plain(values):
             self._checked(args)
             return self.overload(*args)
-        given = self._checked(self._pack(args))
         if self._mutated:
             self._count_writes(args)
-        return self._compute(given)
+        first = values[0]
+        if first.is_cuda and first.get_device() == torch._C._cuda_getDevice() and self.repeats(*args):
+            return repeat(self.name, values, self._run, args)
+        return self._run(args)
+
+    def _run(self, args: tuple[Any, ...]) -> Result:
+        return self._compute(self._checked(self._pack(args)))
 
     @cached_property
     def kernel(self) -> Function:
@@ -315,6 +323,8 @@ def operation(**options: Any) -> Callable[[Callable[..., Result]], Operation[Res
         after: the schema ends with a tensor `after`, which is not read (`octavo.ops.transpose`).
         strided: the names of arguments that reference and kernel get as they are. The others are made contiguous, and
             those that are written to must be.
+        repeats: False for arguments, those of the schema, of which a library computes the results: such a call is not
+            recorded (`octavo.ops.launching.repeat`).
     """
     return lambda function: Operation(function, **options)
 

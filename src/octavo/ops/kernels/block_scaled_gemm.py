@@ -7,7 +7,6 @@ float32 sum. A step of the loop multiplies several groups. As in the kernels of 
 b @ a^T, and K is split where y has too few tiles for the multiprocessors.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -92,7 +91,6 @@ def dequantized_mm(operands: Operands, bias: Tensor | None, out_dtype: torch.dty
         return torch.addmm(bias, wide_a, wide_b).to(out_dtype)
 
 
-@cache
 def choose(m: int, n: int, k: int, group: int, device: torch.device, groups: int = 0) -> Tiling:
     """The tiling for y [m, n] and K = k, in groups of `group`, on `device`. groups: of a step; 0 chooses."""
     few = m <= SMALL_M

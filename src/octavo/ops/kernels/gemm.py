@@ -11,7 +11,6 @@ padded to 16. If N has too few tiles for the multiprocessors, K is split (split-
 sums. It adds them in a fixed order, so the result does not depend on which program ends first.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -129,7 +128,6 @@ def ordered_mm(
     return y
 
 
-@cache
 def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`."""
     if m == 1:

@@ -1,6 +1,5 @@
 """Grouped GEMMs as Triton kernels: with row scales, with scales that vary along K, and weight-only."""
 
-from functools import cache
 from itertools import starmap
 
 import torch
@@ -132,7 +131,6 @@ def _layout(b: Tensor) -> tuple[int, int]:
     return 0, k if b.stride() == (k, e * k, 1) else 0
 
 
-@cache
 def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
     """The tiling for so many rows of the right operand on `device`."""
     return tiling_for(rows, fast, shared_memory(device))

@@ -12,7 +12,6 @@ For a small M the rows of a tile are those of b, since a tensor-core instruction
 M is padded to 16 columns.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -94,7 +93,6 @@ def _combine(
     )
 
 
-@cache
 def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`. It is not measured."""
     if m <= MAX_SMALL_M:

@@ -76,7 +76,7 @@ def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tenso
     block_m, warps = power_of_two_above(group_size), TRANSPOSED_WARPS
     block_k = max(1, TRANSPOSED_BLOCK // block_m)
     if cast.by_row and m > LONGEST_COLUMN:
-        bits = x.new_zeros(k, dtype=torch.int32)
+        bits = allocate(x, (k,), torch.int32, zero=True)
         launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
             x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
         )
@@ -345,7 +345,7 @@ BLOCK = 8192  # elements of a program
 
 
 def quantize_tensor(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
-    bits = x.new_zeros(1, dtype=torch.int32)
+    bits = allocate(x, (1,), torch.int32, zero=True)
     grid = (cdiv(x.numel(), BLOCK),)
     launcher(_amax_kernel, grid)(x, bits, x.numel(), BLOCK=BLOCK, num_warps=8)
     launcher(_tensor_kernel, grid)(
@@ -379,7 +379,7 @@ def _tensor_kernel(
 def quantize_scaled(x: Tensor, scale: Tensor, fmt: Format, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Same as `quantize_scaled_reference`, for a contiguous x [M, K]. A second launch stores NaN if x is not finite."""
     data = allocate(x, x.shape, fmt.dtype)
-    bits = x.new_zeros((1, 1), dtype=torch.int32)
+    bits = allocate(x, (1, 1), torch.int32, zero=True)
     grid = (cdiv(x.numel(), BLOCK),)
     launcher(_scaled_kernel, grid)(
         x, data, scale, bits, seed, x.numel(), FORMAT_MAX=fmt.max, BLOCK=BLOCK, num_warps=8

@@ -111,7 +111,7 @@ def cross_entropy_gradient(
     """Same as `cross_entropy_gradient_reference`, for contiguous tensors."""
     t, v = z.shape
     data, scales = (allocate(z, (t, v), E4M3.dtype), allocate(z, (t, 1), torch.float32)) if by_row else (None, None)
-    bits = z.new_zeros(v, dtype=torch.int32) if by_column else None
+    bits = allocate(z, (v,), torch.int32, zero=True) if by_column else None
     given, constants = (z, labels, factor, lse, picked), {"SCALE": scale, "CAP": cap, "FORMAT_MAX": E4M3.max}
     launcher(_rows_kernel, (cdiv(v, TILE_V), cdiv(t, STRIP)))(
         *given, data, scales, bits, t, v, **constants,

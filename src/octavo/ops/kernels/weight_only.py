@@ -12,8 +12,6 @@ GPUs before Ada (8.9) have no instruction that converts E4M3. There the kernels 
 integer instructions (`device_math.widen`).
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -77,7 +75,6 @@ def readable_scale(scale: Tensor) -> Tensor:
     return (scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale).contiguous()
 
 
-@cache
 def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`. group: elements along K that share a scale, 0 for all."""
     if m == 1:
