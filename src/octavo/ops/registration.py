@@ -113,13 +113,17 @@ class Operation(Generic[Result]):
             return self.overload(*args)
         if self._mutated:
             self._count_writes(args)
+        return self._repeat(args, values, self._checked)
+
+    def _repeat(self, args: tuple[Any, ...], values: tuple[Any, ...], read: Function) -> Any:
+        """The results. `values` are the arguments one by one, of which `read` makes those of the function."""
         first = values[0]
         if first.is_cuda and first.get_device() == torch._C._cuda_getDevice() and self.repeats(*args):
-            return repeat(self.name, values, self._run, args)
-        return self._run(args)
+            return repeat(self.name, values, self._run, args, read)
+        return self._run(args, read)
 
-    def _run(self, args: tuple[Any, ...]) -> Result:
-        return self._compute(self._checked(self._pack(args)))
+    def _run(self, args: tuple[Any, ...], read: Function) -> Any:
+        return self._compute(read(self._pack(args)))
 
     @cached_property
     def kernel(self) -> Function:
@@ -134,7 +138,8 @@ class Operation(Generic[Result]):
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
-        results = self._compute(self._read(self._pack(args)))
+        values = (*args[0], *args[1:]) if type(args[0]) is list else args
+        results = self._repeat(args, values, self._read) if _is_plain(values) else self._run(args, self._read)
         if not isinstance(results, tuple):
             return results
         return tuple(_first(args).new_empty(0) if result is None else result for result in results)
