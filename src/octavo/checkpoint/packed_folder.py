@@ -1,12 +1,10 @@
 """The tensors of a packed folder, read without building its model."""
 
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.checkpoint import scheme as schemes
@@ -15,7 +13,7 @@ from octavo.checkpoint.folder import copy_description
 from octavo.checkpoint.layouts import Packing, layout_of, quantization_config, read_config, read_packing, write_config
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, K_SCALE, SCALE_NAME, V_SCALE, KvScales, Scheme
 from octavo.numerics import QTensor
-from octavo.numerics.formats import E4M3, E8M0
+from octavo.numerics.formats import E4M3
 
 
 class PackedTensors:
@@ -122,11 +120,7 @@ class PackedTensors:
     def suspects(self) -> list[str]:
         """The packed layers whose scales look reciprocal, if they are more than half. Only their weights are read."""
         scales = ((name, self._scale(name, SCALE_NAME)) for name in self.packing.schemes)
-        floats = ((n, s.view(E8M0.dtype) if s.dtype == torch.uint8 else s) for n, s in scales)
-        return schemes.suspected((n, s, partial(self._wide, n)) for n, s in floats)
-
-    def _wide(self, name: str) -> Tensor:
-        return self.weight(name).dequantize()
+        return schemes.suspected(scales, lambda name: self.weight(name).dequantize())
 
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache by their names in the files of `packing`."""

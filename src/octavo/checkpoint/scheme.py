@@ -313,17 +313,15 @@ def kv_pairs(tensors: Mapping[str, Tensor], names: Iterable[str]) -> KvScales:
 _LARGEST = 448.0
 
 
-def suspected(layers: Iterable[tuple[str, Tensor, Callable[[], Tensor]]]) -> list[str]:
-    """The packed layers whose scales look reciprocal, if they are more than half of `layers`.
+def suspected(scales: Iterable[tuple[str, Tensor]], weight: Callable[[str], Tensor]) -> list[str]:
+    """The packed layers whose scales look reciprocal, if they are more than half of those with `scales`.
 
-    Each layer has a name, scales in floating point, and a function that returns its weight, data * scale. The function
-    is called only if the scales are large, and one layer at a time is in memory.
+    `weight` gives a layer's weight, data * scale, by its name. It is called only if the scales are large, and one
+    weight at a time is in memory. With small scales the host waits once for the device.
     """
-    found = {
-        name: float(scale.float().median()) > 1 and float(weight().abs().max()) > _LARGEST
-        for name, scale, weight in layers
-    }
-    return [name for name, looks in found.items() if looks] if 2 * sum(found.values()) > len(found) else []
+    small = {name: _widened(scale).median() <= 1 for name, scale in scales}
+    found = [name for name in failing(small) if float(weight(name).abs().max()) > _LARGEST]
+    return found if 2 * len(found) > len(small) else []
 
 
 def reciprocal_warning(names: list[str], layers: int) -> str:

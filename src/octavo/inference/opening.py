@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.files import RECORD, ArtifactError, ShardReader, failing, model_tensors, read_json
+from octavo.checkpoint.files import RECORD, ArtifactError, ShardReader, model_tensors, read_json
 from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing, read_config, read_packing
 from octavo.checkpoint.scheme import (
     INPUT_SCALE_NAME,
@@ -221,9 +221,8 @@ def _check_scales(model: nn.Module, folder: Path) -> None:
     """Warn if weights multiplied by their scales are far larger than those of a trained model."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
     weights = {name: layer.scheme.packed_weight(layer.weight, layer.weight_scale) for name, layer in layers.items()}
-    if not failing({name: weight.scale.float().median() <= 1 for name, weight in weights.items()}):
-        return  # none is suspect; this waits once for the device
-    if names := suspected((name, weight.scale, weight.dequantize) for name, weight in weights.items()):
+    scales = ((name, weight.scale) for name, weight in weights.items())
+    if names := suspected(scales, lambda name: weights[name].dequantize()):
         warnings.warn(f"{folder}: {reciprocal_warning(names, len(layers))}", stacklevel=2)
 
 

@@ -34,7 +34,7 @@ from octavo.util import Progress, choose_device, no_progress
 from octavo.verification import layer_spec
 from octavo.verification.checks import Required, check_folder, check_weights, judge_alone
 from octavo.verification.findings import LayerReport, Report, measure_sizes
-from octavo.verification.layer_spec import LayerSpec, PackedLayers, RoundInput, round_input, scale_values, widen
+from octavo.verification.layer_spec import LayerSpec, PackedLayers, RoundInput, round_input, scale_values
 from octavo.verification.readers import Probe, try_readers
 from octavo.verification.stored_files import CheckpointFiles, Finding, check_description, read_files
 from octavo.verification.streamed_model import StreamedModel, expert_outputs, required_by
@@ -287,10 +287,9 @@ def _tensors(source: Source) -> dict[str, Tensor]:
 def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec], packed: Collection[str]) -> None:
     """Check weights that are not compared with MODEL's for scales that look reciprocal, and those that Octavo has
     `packed` for scales that do not fit their bytes."""
-    floats = [(name, spec) for name, spec in layers.items() if not spec.integers]
-    read = ((name, spec, files.get(f"{name}.weight"), files.get(f"{name}.{spec.scale}")) for name, spec in floats)
-    suspects = suspected((name, scale_values(s, spec), partial(widen, w, s, spec)) for name, spec, w, s in read)
-    if suspects:
+    floats = ((name, f"{name}.{spec.scale}", spec) for name, spec in layers.items() if not spec.integers)
+    scales = ((name, scale_values(files.get(scale), spec)) for name, scale, spec in floats)
+    if suspects := suspected(scales, PackedLayers(files, layers, "cpu").weight):
         scale = f"{suspects[0]}.{layers[suspects[0]].scale}"
         files.add_finding("scale", scale, reciprocal_warning(suspects, len(layers)))
         return
