@@ -151,10 +151,10 @@ def test_equal_tensors_that_are_not_the_same_keep_their_sites(tmp_path):
     x = torch.randn(2, 4)
     observer._looking = True
     with torch.no_grad():
-        observer._see_input("a", x)
-        observer._see_input("b", x.clone())
+        observer._before_linear("a", model.a, (x,), {})
+        observer._before_linear("b", model.b, (x.clone(),), {})
         x.mul_(2)
-        observer._see_input("c", x)
+        observer._before_linear("c", model.c, (x,), {})
     found = observer.take()
     assert {site: o.layers for site, o in found.items()} == {"a.input": ["a"], "b.input": ["b"], "c.input": ["c"]}
     assert found["c.input"].statistics.amax == 2 * found["a.input"].statistics.amax

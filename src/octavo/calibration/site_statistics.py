@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.hf.meta_model import ExpertMatrices
 from octavo.numerics import scale_from_amax
@@ -219,8 +219,7 @@ class Observer:
         self._linears = set(linears)
         self._found: dict[str, Observed] = {}
         self._looking = False
-        self._measured: dict[int, _Measured] = {}
-        self._read: dict[str, _Measured] = {}
+        self._measured: Any = WeakIdKeyDictionary()  # tensor -> _Measured
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -248,7 +247,6 @@ class Observer:
         finally:
             self._looking = False
             self._measured.clear()
-            self._read.clear()
 
     def take(self) -> dict[str, Observed]:
         """The sites observed since the last call, by name."""
@@ -256,8 +254,15 @@ class Observer:
         return found
 
     def _before_linear(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._looking:
-            self._see_input(name, args[0] if args else kwargs["input"])
+        if not self._looking:
+            return
+        x, site = args[0] if args else kwargs["input"], f"{name}.input"
+        measured = self._measure(x, site)
+        if not measured.site:
+            measured.site = site
+            self._see(site, "input", x)
+        if name not in (layers := self._found[measured.site].layers):
+            layers.append(name)
 
     def _before_experts(self, experts: Sequence[ExpertMatrices], module: Any, args: tuple[Tensor, ...]) -> None:
         x, index, _ = args
@@ -281,31 +286,26 @@ class Observer:
                 self._see(f"{name}.{kind[0]}", kind, x.transpose(1, 2).flatten(2))  # [B, T, heads * d]
         return attend(module, query, key, value, *args, **kwargs)
 
-    def _see_input(self, name: str, x: Tensor) -> None:
-        site = next((site for site, measured in self._read.items() if measured.is_of(x)), None)
-        if site is None:
-            site = f"{name}.input"
-            self._read[site] = self._see(site, "input", x)
-        if name not in self._found[site].layers:
-            self._found[site].layers.append(name)
-
-    def _see(self, site: str, kind: str, x: Tensor, layers: Sequence[str] = ()) -> _Measured:
-        measured = self._measured.get(id(x))
-        if measured is None or not measured.is_of(x):  # a norm's output is often a linear layer's input: counted once
-            measured = self._measured[id(x)] = _Measured(x, Statistics(site).update(x))
+    def _see(self, site: str, kind: str, x: Tensor, layers: Sequence[str] = ()) -> None:
         found = self._found.setdefault(site, Observed(kind, Statistics(site), list(layers)))
-        found.statistics.merge(measured.statistics)
+        found.statistics.merge(self._measure(x, site).statistics)
+
+    def _measure(self, x: Tensor, site: str) -> _Measured:
+        """The statistics of x. A norm's output is often a linear layer's input: a tensor is counted once, while it
+        exists and is not written to."""
+        measured: _Measured | None = self._measured.get(x)
+        if measured is None or measured.version != x._version:
+            measured = self._measured[x] = _Measured(x._version, Statistics(site).update(x))
         return measured
 
 
+@dataclass(eq=False)
 class _Measured:
-    """The statistics of one tensor. It is recognized while it exists and is not written to."""
+    """The statistics of one tensor, and its site where linear layers read it."""
 
-    def __init__(self, x: Tensor, statistics: Statistics) -> None:
-        self._tensor, self._version, self.statistics = weakref.ref(x), x._version, statistics
-
-    def is_of(self, x: Tensor) -> bool:
-        return self._tensor() is x and x._version == self._version
+    version: int
+    statistics: Statistics
+    site: str = ""
 
 
 @contextmanager

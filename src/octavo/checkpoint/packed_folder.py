@@ -11,7 +11,7 @@ from octavo.checkpoint import scheme as schemes
 from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
 from octavo.checkpoint.layouts import Packing, layout_of, quantization_config, read_config, read_packing, write_config
-from octavo.checkpoint.scheme import INPUT_SCALE_NAME, K_SCALE, SCALE_NAME, V_SCALE, KvScales, Scheme
+from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, KvScales, Scheme
 from octavo.numerics import QTensor
 from octavo.numerics.formats import E4M3
 
@@ -50,7 +50,11 @@ class PackedTensors:
         in_eight_bits = [name for name, packed in weights.items() if packed]
         linears = list(dict.fromkeys([*scaled, *in_eight_bits, *self.ignored]))
         packing = read_packing(self.config, linears, self.folder / "config.json", plain)
-        self.kv_scales, cache = self._kv_scales(packing, linears)
+        cache = [name for name in specs if any(map(schemes.is_kv_scale, packing.names_in_memory(name)))]
+        self._kv_scales = packing.from_files({name: self.reader.get(name) for name in cache})
+        required = schemes.kv_tensors(linears, packing.kv_cache)
+        schemes.check_tensors(self._kv_scales, required, self.folder)
+        self.kv_scales: KvScales = schemes.kv_pairs(self._kv_scales, required)
         self.packing = replace(packing, kv_cache=bool(self.kv_scales))
         names = {ours: name for name in specs for ours in packing.names_in_memory(name)}
         self._scales = {
@@ -65,13 +69,6 @@ class PackedTensors:
         self.others = [name for name in rest if name not in self.unused]
         for name, scheme in self.packing.schemes.items():
             self._check(name, scheme)
-
-    def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
-        disks = [name for name in self.reader.specs if any(map(schemes.is_kv_scale, packing.names_in_memory(name)))]
-        found = packing.from_files({name: self.reader.get(name) for name in disks})
-        required = schemes.kv_tensors(linears, packing.kv_cache)
-        schemes.check_tensors(found, required, self.folder)
-        return schemes.kv_pairs(found, required), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
         stored = self.reader.specs.get(f"{name}.weight")
@@ -124,8 +121,7 @@ class PackedTensors:
 
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache by their names in the files of `packing`."""
-        scales = self.kv_scales.items() if packing.kv_cache else ()
-        return packing.to_files({f"{n}.{leaf}": t for n, (k, v) in scales for leaf, t in ((K_SCALE, k), (V_SCALE, v))})
+        return packing.to_files(self._kv_scales)
 
     def specs_as(self, packing: Packing) -> dict[str, Tensor]:
         """The files' tensors, without their data, if the layers were packed by `packing`."""

@@ -201,8 +201,7 @@ def write_model(
 
     An ArtifactError if a tensor holds inf or NaN, or a file of the source is a link out of its folder.
     """
-    for folder in {source.description, source.origin}:
-        check_links(folder)
+    check_links(source.origin)  # `copy_description` checks the other folder
     added = added or {}
     stored = {name: tensor for key, spec in source.specs.items() for name, tensor in change(key, spec).items()}
     specs = {**added, **stored}

@@ -161,8 +161,7 @@ def _target(
         name: (BLOCK if own is BLOCK_POW2 else own) if scheme is None else schemes.get_scheme(scheme)
         for name, own in packed.packing.schemes.items()
     }
-    kv_cache = bool(packed.kv_scales)
-    check_layout(layout, chosen.values(), kv_cache)
+    check_layout(layout, chosen.values(), packed.packing.kv_cache)
     try:
         layout.check_experts(chosen, shapes)
     except ValueError:  # transformers stacks the experts of most models; those that are linear layers fit
@@ -178,7 +177,7 @@ def _target(
                 f"{name}: the scheme static stores the scale of the input, which is not here: warm the model up on "
                 "text (--freeze), or octavo pack the BF16 model with a calibration"
             )
-    return Packing(layout, chosen, kv_cache)
+    return Packing(layout, chosen, packed.packing.kv_cache)
 
 
 def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, Tensor, float]:

@@ -121,8 +121,8 @@ def _read_json(files: CheckpointFiles, name: str, required: bool = False) -> dic
 
 def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
     """The safetensors files, each with the tensors that the index lists for it; None if there is no index."""
+    placed = _read_json(files, _INDEX).get("weight_map")
     if (files.folder / _SINGLE).is_file():
-        placed = _read_json(files, _INDEX).get("weight_map")
         if isinstance(placed, dict) and _SINGLE not in placed.values():
             message = f"does not name {_SINGLE}, beside which vLLM reads what it names: move it elsewhere"
             files.add_finding("file", _INDEX, message)
@@ -130,13 +130,11 @@ def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
     if not (files.folder / _INDEX).is_file():
         files.add_finding("file", _SINGLE, f"is missing, and so is {_INDEX}: the folder has no tensors")
         return {}
-    weight_map = _read_json(files, _INDEX).get("weight_map")
-    placed = weight_map.items() if isinstance(weight_map, Mapping) else ()
-    if not placed or not all(isinstance(name, str) for _, name in placed):
+    if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
         files.add_finding("file", _INDEX, "must map the name of each tensor to a file in weight_map")
         return {}
     by_file: dict[str, set[str]] = defaultdict(set)
-    for tensor, name in placed:
+    for tensor, name in placed.items():
         by_file[name].add(tensor)
     for name in sorted(by_file):
         wrong = "outside of the folder" if "/" in name or "\\" in name or name in ("", ".", "..") else ""

@@ -288,8 +288,8 @@ def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec], packe
     """Check weights that are not compared with MODEL's for scales that look reciprocal, and those that Octavo has
     `packed` for scales that do not fit their bytes."""
     floats = ((name, f"{name}.{spec.scale}", spec) for name, spec in layers.items() if not spec.integers)
-    scales = ((name, scale_values(files.get(scale), spec)) for name, scale, spec in floats)
-    if suspects := suspected(scales, PackedLayers(files, layers, "cpu").weight):
+    values = ((name, scale_values(files.get(scale), spec)) for name, scale, spec in floats)
+    if suspects := suspected(values, PackedLayers(files, layers, "cpu").weight):
         scale = f"{suspects[0]}.{layers[suspects[0]].scale}"
         files.add_finding("scale", scale, reciprocal_warning(suspects, len(layers)))
         return
