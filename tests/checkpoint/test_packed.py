@@ -84,7 +84,6 @@ WEIGHTS = (*GROUP, "weights")
         (("kv_cache_scheme",), "static", "kv_cache_scheme is 'static'"),
         ((*WEIGHTS, "num_bits"), 4, "nearest is channel, but .*weights.num_bits is 4, required 8"),
         ((*WEIGHTS, "strategy"), "attn_head", "weights.strategy is 'attn_head', required"),
-        ((*WEIGHTS, "group_size"), 128, "weights.group_size is 128"),
         ((*GROUP, "input_activations", "dynamic"), False, "input_activations.dynamic is False"),
         ((*GROUP, "targets"), ["re:.*q_proj"], "no group of config_groups has a.o_proj"),
         (("config_groups",), {}, "config_groups must hold groups"),

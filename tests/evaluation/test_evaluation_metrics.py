@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from quality import compare_embeddings, compare_logits
+from quality import compare
 from scipy import special, stats
 
 from octavo.evaluation import Budget, metrics
@@ -31,7 +31,7 @@ def batches():
 
 
 def test_logits_against_scipy(batches):
-    found = compare_logits(REFERENCE, candidate, batches)
+    found = compare(REFERENCE, candidate, batches)
     kl, agree, nll, before = [], [], [], []
     for ids in (row for batch in batches for row in batch):
         p, q = (special.log_softmax(m(ids[None])[0].double().numpy(), axis=-1) for m in (REFERENCE, candidate))
@@ -56,15 +56,15 @@ def test_a_model_against_itself(batches):
     assert same.kl == metrics.Estimate(0, 0, 0)
     assert same.top1 == metrics.Estimate(1, 1, 1)
     assert same.perplexity_ratio == metrics.Estimate(0, 0, 0)
-    assert found["other"] == compare_logits(REFERENCE, candidate, batches)
+    assert found["other"] == compare(REFERENCE, candidate, batches)
 
 
 def test_certain_models_have_a_kl():
     sure = torch.tensor([[[0.0, -math.inf], [0.0, -math.inf]]])
-    found = compare_logits(lambda ids: sure, lambda ids: torch.zeros(1, 2, 2), [torch.zeros(1, 2).long()])
+    found = compare(lambda ids: sure, lambda ids: torch.zeros(1, 2, 2), [torch.zeros(1, 2).long()])
     assert found.kl.value == pytest.approx(math.log(2))
     assert found.kl.low is None  # one prompt
-    wrong = compare_logits(lambda ids: torch.zeros(1, 2, 2), lambda ids: sure, [torch.ones(1, 2).long()])
+    wrong = compare(lambda ids: torch.zeros(1, 2, 2), lambda ids: sure, [torch.ones(1, 2).long()])
     assert wrong.kl.value == wrong.perplexity.value == math.inf
 
 
@@ -93,7 +93,7 @@ def test_a_ratio_of_equal_sizes_is_the_t_interval_of_a_mean():
 
 def test_the_paired_interval_is_narrower():
     draw = torch.Generator().manual_seed(2)
-    found = compare_logits(REFERENCE, lambda ids: REFERENCE(ids) * 0.99, [torch.randint(16, (8, 40), generator=draw)])
+    found = compare(REFERENCE, lambda ids: REFERENCE(ids) * 0.99, [torch.randint(16, (8, 40), generator=draw)])
     alone, paired = found.perplexity, found.perplexity_ratio
     assert paired.high - paired.low < 0.1 * (alone.high - alone.low) / alone.value
 
@@ -113,7 +113,8 @@ def test_embeddings():
     hidden = torch.randn(4, 7, 32)
     noise = torch.randn(4, 7, 32) * 0.3
     ids = torch.arange(4)[:, None].expand(4, 7)
-    found = compare_embeddings(lambda ids: hidden[ids[:, 0]], lambda ids: (hidden + noise)[ids[:, 0]], [ids])
+    models = (lambda ids, each=each: each[ids[:, 0]] for each in (hidden, hidden + noise))
+    found = compare(*models, [ids], metrics.EmbeddingSums)
     a, b = hidden.double().mean(1), (hidden + noise).double().mean(1)
     cosines = (a * b).sum(1) / a.norm(dim=1) / b.norm(dim=1)
     assert found.cosine.value == pytest.approx(float(cosines.mean()))

@@ -49,12 +49,6 @@ def too_long_for_the_cache() -> None:
     greedy(model, prompts(False), QuantizedKVCache.for_model(model, 12))
 
 
-def linear_layers():
-    config = model_of("qwen2").config
-    config.layer_types = ["full_attention", "linear_attention"]
-    return config
-
-
 def masked(row: list[int]) -> None:
     read_prompts(IDS, torch.tensor([FULL, row]), CPU)
 
@@ -95,7 +89,6 @@ ROWS = {
     "gemma2": (lambda: cache_of(Gemma2Config(sliding_window=99)), UnservedError, r"without a softcap \(attn_logit"),
     "deepseek": (lambda: cache_of(DeepseekV3Config()), UnservedError, "the same head size, got 192 and 128"),
     "qwen3next": (lambda: cache_of(Qwen3NextConfig()), UnservedError, r"of the kind \['linear_attention'\]"),
-    "linear layers": (lambda: cache_of(linear_layers()), UnservedError, "linear_attention"),
     "no tokens": (lambda: cache_of(max_tokens=0), ValueError, "at least one token"),
     "dtype of a cache": (lambda: cache_of(dtype="e4m3"), ValueError, "unknown dtype 'e4m3'"),
     "warm-up": (lambda: cache_of(warm_up="never"), ValueError, "'prompt' or 'manual', got 'never'"),
@@ -111,7 +104,6 @@ ROWS = {
     "empty prompt": (lambda: pad_prompts([[1], []], CPU), ValueError, "prompt 2 of 2 is empty"),
     "length 0": (lambda: read_prompts(IDS[:, :0], None, CPU), ValueError, "at least one token"),
     "no rows": (lambda: read_prompts(IDS[:0], None, CPU), ValueError, r"required, got input_ids of shape \[0, 4\]"),
-    "no rows, masked": (lambda: read_prompts(IDS[:0], torch.ones(0, 4), CPU), ValueError, "at least one prompt"),
     # generation
     "too many tokens": (lambda: generate(batch(length=120)), ValueError, "a prompt of 120 it can generate 9 more"),
     "too long a prompt": (lambda: generate(batch(length=130), max_new_tokens=1), ValueError, "the prompt has 130"),

@@ -97,7 +97,6 @@ SCALE, W, AGAIN = f"{NAME}.weight_scale", f"{NAME}.weight", ".*pack it again"
         (changed(lambda t: t.update(extra=torch.ones(1))), f"extra has no place{AGAIN}"),
         (changed(lambda t: t[SCALE].view(-1)[:1].zero_()), f"{SCALE} must be positive{AGAIN}"),
         (lambda folder: change_config(folder, ignore=["lm_head", NAME]), f"{SCALE} has no place"),
-        (lambda folder: change_config(folder, format="pack-quantized"), "'pack-quantized', octavo runs float-"),
         (without("config.json"), "config.json"),
         (without("model.safetensors"), "model.safetensors"),
         (without("tokenizer*"), "tokenizer.json"),

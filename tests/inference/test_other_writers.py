@@ -158,11 +158,6 @@ def test_verify_says_what_transformers_gets_wrong(written, source, writer, failu
 LAYERS = 14
 
 
-@pytest.fixture
-def model(made):
-    return made("llama")
-
-
 def pack_block(model, out, reciprocal):
     """In the layout fp8 of Hugging Face, whose scales are called `weight_scale_inv` and multiply all the same."""
     pack(model, out, scheme="block", layout="fp8")
@@ -173,24 +168,24 @@ def pack_block(model, out, reciprocal):
 
 
 @pytest.mark.parametrize("read", [lambda folder, out: octavo.load(folder), unpack, convert_layout])
-def test_what_reads_it_warns(model, tmp_path, read):
-    read(pack_block(model, tmp_path / "right", reciprocal=False), tmp_path / "first")  # a warning is an error
-    wrong = pack_block(model, tmp_path / "wrong", reciprocal=True)
+def test_what_reads_it_warns(made, tmp_path, read):
+    read(pack_block(made("llama"), tmp_path / "right", reciprocal=False), tmp_path / "first")  # a warning is an error
+    wrong = pack_block(made("llama"), tmp_path / "wrong", reciprocal=True)
     with pytest.warns(UserWarning, match=rf"wrong: the weight scales of .*\({LAYERS} of {LAYERS} packed layers\) look"):
         read(wrong, tmp_path / "second")
 
 
-def test_inspect_says_it(printed, model, tmp_path):
+def test_inspect_says_it(printed, made, tmp_path):
     for wrong in (False, True):
-        folder = pack_block(model, tmp_path / f"{wrong}", wrong)
+        folder = pack_block(made("llama"), tmp_path / f"{wrong}", wrong)
         said, listed = (printed("inspect", folder, *more) for more in ([], ["--json"]))
         assert ("look reciprocal" in said) == wrong
         assert len(json.loads(listed)["reciprocal_scales"]) == LAYERS * wrong
 
 
-def test_verify_says_it_where_weights_are_not_compared(model, tmp_path):
-    assert verify(pack_block(model, tmp_path / "right", reciprocal=False), model, folded=True).ok
-    report = verify(pack_block(model, tmp_path / "wrong", reciprocal=True), model, folded=True)
+def test_verify_says_it_where_weights_are_not_compared(made, tmp_path):
+    assert verify(pack_block(made("llama"), tmp_path / "right", reciprocal=False), made("llama"), folded=True).ok
+    report = verify(pack_block(made("llama"), tmp_path / "wrong", reciprocal=True), made("llama"), folded=True)
     [finding] = report.findings
     assert finding.kind == "scale"
     assert "look reciprocal" in finding.message

@@ -64,11 +64,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": []}
     [
         ({"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', octavo runs FP8, FP8_PER_CHANNEL_PER_TOKEN"),
         ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "num_bits is 4, required 8"),
-        ({"ignore": "lm_head"}, "ignore must be a list of module names, got 'lm_head'"),
-        (
-            {"ignore": ["re:("]},
-            r"re:\( is not a regular expression, as an entry of quantization_config must be \(error: missing",
-        ),
+        ({"ignore": ["re:("]}, r"re:\( is not a regular expression, as an entry of quantization_config must be"),
         ({"ignore": ["lm_head", "re:.*up_proj"]}, "up_proj.input_scale has no place in the model"),
         ({"quant_method": "fp8"}, "is AutoFP8, and octavo reads the layouts compressed-tensors, fp8, mod"),
         (FP8 | {"activation_scheme": "token"}, "activation_scheme is 'token', required 'dynamic'"),

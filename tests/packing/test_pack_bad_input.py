@@ -60,7 +60,6 @@ def test_what_the_model_has_no_place_for_is_left_out(made, tmp_path):
         ({"kv_cache": "fp8"}, "--kv-cache stores scales of keys and values: give --calibration"),
         ({"kv_cache": "fp8", "scheme": "block", "layout": "fp8"}, "no place for the scales of a KV cache: --layout"),
         ({"layout": "modelopt", "scheme": "tensor"}, "modelopt holds the schemes static, channel, block, not tensor"),
-        ({"layout": "modelopt", "scheme": "mx"}, "or --layout compressed-tensors, which holds any"),
         ({"layout": "modelopt", "layers": {"*.o_proj": "block"}}, "modelopt holds one scheme in a model, not block"),
     ],
 )

@@ -1,13 +1,8 @@
 """The quality of one model against another."""
 
-from octavo.evaluation.metrics import EmbeddingQuality, EmbeddingSums, LogitQuality, LogitSums, compare_many
+from octavo.evaluation.metrics import LogitSums, compare_many
 
 
-def compare_logits(reference, candidate, batches) -> LogitQuality:
-    """Compare a language model with a reference on batches of prompts, ids int64 [B, T], T >= 2, without padding."""
-    return compare_many(reference, {"": candidate}, batches, LogitSums)[""]
-
-
-def compare_embeddings(reference, candidate, batches) -> EmbeddingQuality:
-    """Compare an encoder with a reference on batches of prompts, ids int64 [B, T], without padding."""
-    return compare_many(reference, {"": candidate}, batches, EmbeddingSums)[""]
+def compare(reference, candidate, batches, gather=LogitSums):
+    """Compare a model with a reference on batches of prompts, ids int64 [B, T], without padding; T >= 2 for logits."""
+    return compare_many(reference, {"": candidate}, batches, gather)[""]

@@ -14,13 +14,13 @@ from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from metrics import sqnr
 from other_writers import know_caches
-from quality import compare_embeddings, compare_logits
+from quality import compare
 from safetensors.torch import load_file
 from tiny_models import TEXT, open_theirs, outputs
 from verify_examples import change_tensors, run_verify
 
 from octavo.checkpoint.scheme import SCHEMES
-from octavo.evaluation.metrics import Estimate, LogitQuality
+from octavo.evaluation.metrics import EmbeddingSums, Estimate, LogitQuality
 from octavo.packing import pack
 from octavo.rates.measured import measured_speeds
 from octavo.verification.findings import LayerReport, Report
@@ -208,7 +208,7 @@ def prompts():
 def test_quality_is_that_of_transformers(made):
     folder = made("llama", scheme="channel")
     actual = run_verify(folder, made("llama")).quality
-    expected = compare_logits(*(partial(outputs, open_float32(path)) for path in (made("llama"), folder)), prompts())
+    expected = compare(*(partial(outputs, open_float32(path)) for path in (made("llama"), folder)), prompts())
     assert actual.prompts == expected.prompts
     for name in ("kl", "perplexity", "reference_perplexity", "perplexity_ratio", "top1"):
         a, b = getattr(actual, name), getattr(expected, name)
@@ -230,14 +230,15 @@ def test_int8_is_the_layers_in_int8(made, tmp_path):
     for name, module in int8.named_modules():
         if name.endswith(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")):
             module.register_forward_hook(hook)
-    expected = compare_logits(partial(outputs, plain), partial(outputs, int8), prompts())
+    expected = compare(partial(outputs, plain), partial(outputs, int8), prompts())
     assert actual.kl.value == pytest.approx(expected.kl.value, rel=0.02)  # in float64, ties round to the other side
 
 
 def test_embeddings_are_those_of_transformers(made):
     folder = made("bert", scheme="channel")
     actual = run_verify(folder, made("bert")).quality
-    expected = compare_embeddings(*(partial(outputs, open_float32(path)) for path in (made("bert"), folder)), prompts())
+    models = (partial(outputs, open_float32(path)) for path in (made("bert"), folder))
+    expected = compare(*models, prompts(), EmbeddingSums)
     assert 1 - actual.cosine.value == pytest.approx(1 - expected.cosine.value, rel=0.01)
     assert 1 - actual.least == pytest.approx(1 - expected.least, rel=0.01)
 

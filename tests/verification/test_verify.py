@@ -21,7 +21,6 @@ from octavo.evaluation.metrics import EmbeddingQuality
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.packing import convert_layout, pack
 from octavo.packing.transforms import fold
-from octavo.verification import verifier as pipeline
 from octavo.verification import verify
 from octavo.verification.checks import check_folder
 from octavo.verification.findings import measure_sizes
@@ -280,9 +279,8 @@ def test_a_device_or_a_model_that_is_not_there(made, tmp_path):
         verify(tmp_path, tmp_path / "none")
 
 
-def test_weights_are_widened_one_at_a_time(made, tmp_path, monkeypatch):
+def test_weights_are_widened_one_at_a_time(made, tmp_path, monkeypatch, no_readers):
     """While prompts run, a layer's weights are freed before the next layer's are read."""
-    monkeypatch.setattr(pipeline, "try_readers", lambda *_: iter(()))  # readers hold whole models
     alive = []
     most = 0
     for cls in (CheckpointFiles, ShardReader):
@@ -376,7 +374,7 @@ def test_the_reference_convolves_in_float32(made, monkeypatch):
         return torch.conv2d(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "conv2d", conv2d)
-    monkeypatch.setattr(pipeline, "try_readers", lambda *_: iter(()))
+    monkeypatch.setattr("octavo.verification.verifier.try_readers", lambda *_: iter(()))
     verify(made("vit", scheme="weight"), made("vit"))
     assert seen == [False] * 4  # the references
     assert torch.backends.cudnn.allow_tf32

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from octavo.checkpoint.files import CHECKSUMS, Place, create_files, write_part
 from octavo.checkpoint.folder import partial_folder, whole_folder
 
 
-class SafetensorsWriter(StorageWriter, AbstractContextManager["SafetensorsWriter"]):
+class SafetensorsWriter(StorageWriter, ExitStack):
     """Writes tensors named STEM/NAME to the files STEM.safetensors of the folder `target`, which appears whole or not
     at all, beside `files` (name -> content). `metadata` is that of the safetensors files, by stem.
 
@@ -36,15 +36,12 @@ class SafetensorsWriter(StorageWriter, AbstractContextManager["SafetensorsWriter
     """
 
     def __init__(self, target: Path, files: Mapping[str, str], metadata: Mapping[str, Mapping[str, str]]) -> None:
+        super().__init__()
         self.target, self._files, self._metadata = target, files, metadata
-        self._partial = ExitStack()
-
-    def __exit__(self, *error: Any) -> None:
-        self._partial.__exit__(*error)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            self._partial.enter_context(whole_folder(self.target))
+            self.enter_context(whole_folder(self.target))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -93,7 +90,7 @@ class SafetensorsWriter(StorageWriter, AbstractContextManager["SafetensorsWriter
             parts.setdefault(written.index.fqn, []).append(written.storage_data)
         for name, content in {**self._files, CHECKSUMS: json.dumps(parts)}.items():
             (partial_folder(self.target) / name).write_text(content)
-        self._partial.close()
+        self.close()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer writes one folder."""

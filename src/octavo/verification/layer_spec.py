@@ -369,11 +369,6 @@ def round_input(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -
     return (nearest(groups / scale, spec) * scale).flatten(-2)[..., : x.shape[-1]]
 
 
-def leave_input(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -> Tensor:
-    """The input in float32, not rounded, for a reader that only widens weights."""
-    return x.float()
-
-
 def round_input_by_compressed_tensors(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -> Tensor:
     """The input [..., K] in float32, rounded as compressed-tensors emulates it.
 

@@ -192,7 +192,7 @@ class Verification:
         # Of each module of experts: tokens of the first run, and what each run gives for them.
         experts: dict[str, list[Tensor]] = {}
 
-        def run(rounding: RoundInput, dtype: torch.dtype = torch.float32) -> Tensor:
+        def run(rounding: RoundInput | None, dtype: torch.dtype = torch.float32) -> Tensor:
             model = self._packed_model(rounding, dtype)
             outputs = model(given).cpu()
             for name, module in model.experts.items():
@@ -202,7 +202,7 @@ class Verification:
             return outputs
 
         try:
-            reference, unrounded, bf16 = run(round_input), run(layer_spec.leave_input), run(round_input, torch.bfloat16)
+            reference, unrounded, bf16 = run(round_input), run(None), run(round_input, torch.bfloat16)
             emulated = self._packed_model(layer_spec.round_input_by_compressed_tensors)(given).cpu()
         except torch.OutOfMemoryError:
             raise
@@ -264,14 +264,16 @@ class Verification:
                 message = f"{measured}, the limit is {budget.show(budget.limit)}"
                 report.findings.append(Finding("budget", budget.measure, message))
 
-    def _packed_model(self, rounding: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
-        """The reference. Keys and values are rounded unless inputs are left as they are."""
+    def _packed_model(
+        self, rounding: RoundInput | None = round_input, dtype: torch.dtype = torch.float32
+    ) -> StreamedModel:
+        """The reference. None leaves inputs, keys and values as they are, for a reader that only widens weights."""
         meta_model, stored = self._meta_model(), self.files.shapes
-        experts = meta_model.experts.experts
-        # transformers widens experts
-        unrounded = experts if rounding is layer_spec.round_input_by_compressed_tensors else []
-        layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
-        scales = {} if rounding is layer_spec.leave_input else layer_spec.cache_scales(self.files)
+        unrounded: Collection[str] = self.layers if rounding is None else ()
+        if rounding is layer_spec.round_input_by_compressed_tensors:  # transformers widens experts
+            unrounded = meta_model.experts.experts
+        layers = PackedLayers(self.files, self.layers, self.device, rounding or round_input, unrounded)
+        scales = {} if rounding is None else layer_spec.cache_scales(self.files)
         rounds = [partial(layer_spec.round_keys_and_values, pair) for pair in scales.values()]
         return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, rounds)
 
