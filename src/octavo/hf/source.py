@@ -12,28 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.files import (
-    ArtifactError,
-    ShardReader,
-    bytes_of,
-    check_match,
-    failing,
-    is_finite,
-    model_tensors,
-    read_all,
-    read_json,
-    write_shards,
-)
-from octavo.checkpoint.folder import (
-    BUILT_IN_MODELS,
-    CARD,
-    RunFolder,
-    check_config,
-    check_links,
-    copy_description,
-    find_model,
-    whole_folder,
-)
+from octavo.checkpoint import files
+from octavo.checkpoint import folder as folders
+from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, is_finite, model_tensors, read_json
+from octavo.checkpoint.folder import BUILT_IN_MODELS, CARD, RunFolder
 from octavo.checkpoint.layouts import read_config, write_config
 from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, read_meta_model, transformers_meta_model
 from octavo.hf.stored_tensors import AdaptedReader, Conv1DReader, ExpertReader, open_tensors
@@ -91,8 +73,8 @@ class Source:
         ArtifactError if one holds inf or NaN."""
         place = "cpu" if isinstance(self.reader, ExpertReader) else device  # stacks need room beside their parts
         dtypes = self.meta_model.dtypes
-        tensors = read_all(lambda name: self.reader.get(name).to(dtypes[name]), self.specs, place)
-        for name in failing({name: is_finite(t) for name, t in tensors.items() if t.is_floating_point()}):
+        tensors = files.read_all(lambda name: self.reader.get(name).to(dtypes[name]), self.specs, place)
+        for name in files.failing({name: is_finite(t) for name, t in tensors.items() if t.is_floating_point()}):
             raise self._diverged(name)
         return fill_model(self.meta_model, tensors).to(device)
 
@@ -112,7 +94,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     """Open a run of `octavo train` (None takes the newest checkpoint) or a model folder, of which a GPT-2 is read as
     OPT. Nothing is read but the headers of its files. An ArtifactError or a FileNotFoundError if the folder is neither,
     or not whole; a ValueError for the step of a folder that is no run."""
-    described, checkpoint = find_model(path, step)
+    described, checkpoint = folders.find_model(path, step)
     config = read_json(path / "config.json")  # of a run: the settings of its training
     if described != path:
         return _run(RunFolder(path), config, checkpoint)
@@ -143,7 +125,7 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
     meta_model = describe(config, folder.model)
     if settings.get("lora"):
         base = Path(settings["model"])
-        check_config(base, f"the model that the adapters of {folder.path} were trained around")
+        folders.check_config(base, f"the model that the adapters of {folder.path} were trained around")
         reader: ShardReader = AdaptedReader(open_model_files(base, read_config(base), meta_model), checkpoint)
     else:
         reader = open_tensors(checkpoint, config)
@@ -201,7 +183,7 @@ def write_model(
 
     An ArtifactError if a tensor holds inf or NaN, or a file of the source is a link out of its folder.
     """
-    check_links(source.origin)  # `copy_description` checks the other folder
+    folders.check_links(source.origin)  # `copy_description` checks the other folder
     added = added or {}
     stored = {name: tensor for key, spec in source.specs.items() for name, tensor in change(key, spec).items()}
     specs = {**added, **stored}
@@ -211,15 +193,15 @@ def write_model(
         yield from added.items()
         for done, name in enumerate(source.specs, start=1):
             tensor = source.get(name)
-            digest.update(bytes_of(tensor.contiguous()))
+            digest.update(files.bytes_of(tensor.contiguous()))
             yield from change(name, tensor).items()
             progress(done, len(source.specs), doing)
 
-    with whole_folder(out) as partial:
+    with folders.whole_folder(out) as partial:
         write_config(partial, {key: v for key, v in config.items() if key != "torch_dtype"})  # an older name of dtype
-        copy_description(source.description, partial)
+        folders.copy_description(source.description, partial)
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": source.origin.name}
-        checksums = write_shards(partial, specs, tensors(), metadata)
+        checksums = files.write_shards(partial, specs, tensors(), metadata)
         made = {"octavo_version": __version__, "source": source.origin.name, "source_sha256": digest.hexdigest()}
         entries = {**made, **record(), "checksums": checksums}
         (partial / "octavo.json").write_text(json.dumps(entries, indent=2) + "\n")

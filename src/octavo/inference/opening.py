@@ -32,16 +32,8 @@ from octavo.checkpoint.scheme import (
     suspected,
     unused_scales,
 )
-from octavo.hf.meta_model import (
-    MetaModel,
-    fill_model,
-    has_decoder,
-    is_causal,
-    is_language_model,
-    our_meta_model,
-    read_meta_model,
-    transformers_meta_model,
-)
+from octavo.hf import meta_model as models
+from octavo.hf.meta_model import MetaModel, is_language_model, read_meta_model, transformers_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
@@ -72,7 +64,7 @@ def load_transformers(folder: str, device: str | torch.device, kv_cache: str, at
     place, path = choose_device(device), Path(folder)
     meta_model = transformers_meta_model(read_config(path), path)
     model: Any = meta_model.model
-    accelerated = model.can_generate() and not has_decoder(model)
+    accelerated = model.can_generate() and not models.has_decoder(model)
     if not accelerated and (kv_cache, attention, head) != (AUTO, "bf16", "bf16"):
         raise ValueError(
             f"{path} holds a {type(model).__name__}, and kv_cache, attention and head are for the text that a language "
@@ -200,7 +192,7 @@ def _filled(
     tensors = {name: t for name, t in tensors.items() if name not in cache}
     stacks = experts.stack(tensors)
     get, names = files.by_model_names(tensors.__getitem__, tensors)
-    return fill_model(meta_model, {name: get(name) for name in names} | stacks), kv_scales
+    return models.fill_model(meta_model, {name: get(name) for name in names} | stacks), kv_scales
 
 
 def _read_tensors(packing: Packing, reader: ShardReader, device: torch.device) -> dict[str, Tensor]:
@@ -262,7 +254,7 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> OpenedModel:
     source = open_source(folder)
     _require(is_language_model(source.meta_model.model), source.meta_model.model, folder)
     model, tokenizer = source.fill_bf16(place), load_tokenizer(folder)
-    _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
+    _require(models.is_causal(model, tokenizer.vocabulary_size), model, folder)
     return OpenedModel(model, tokenizer, source.meta_model.context, place, folder, str(folder))
 
 
@@ -407,7 +399,7 @@ def small_model(meta_model: MetaModel, folder: Path) -> MetaModel | None:
     if isinstance(kinds := config.get("layer_types"), list):
         config["layer_types"] = kinds[:layers]
     if isinstance(meta_model.model, Decoder):
-        return our_meta_model(config)
+        return models.our_meta_model(config)
     return transformers_meta_model(config, folder)
 
 

@@ -13,6 +13,7 @@ finds k.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -223,21 +224,16 @@ def choose_groups(
     def holds(kept: int) -> bool:
         return all(budget.holds(measure(kept)) for budget in budgets)
 
-    low, high = 0, len(ranking) - 1  # too few groups in BF16, and enough
-    if holds(0):
-        high = 0
-    elif not holds(high):
-        budget = next(budget for budget in budgets if not budget.holds(measure(high)))
-        reached, best = (budget.show(budget.estimate(measure(kept)).value) for kept in (0, high))
+    kept = 0 if holds(0) else bisect_left(range(len(ranking)), True, lo=1, key=holds)
+    if kept == len(ranking):
+        budget = next(budget for budget in budgets if not budget.holds(measure(kept - 1)))
+        reached, best = (budget.show(budget.estimate(measure(count)).value) for count in (0, kept - 1))
         raise ValueError(
             f"the budget {budget.show(budget.limit)} leaves nothing to pack: with every layer packed it is {reached}, "
-            f"and {best} with {ranking[high].name} alone. Allow more, or take another scheme"
+            f"and {best} with {ranking[-1].name} alone. Allow more, or take another scheme"
         )
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    quality = measure(high)
-    return BudgetReport(budgets, ranking, high, quality, measure(0), {**data, "tokens": quality.tokens})
+    quality = measure(kept)
+    return BudgetReport(budgets, ranking, kept, quality, measure(0), {**data, "tokens": quality.tokens})
 
 
 def _rank(model: PartlyPackedModel, batches: Sequence[Tensor], progress: Progress) -> list[Group]:
