@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import octavo
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
-from octavo.distributed.fsdp import ShardCache
+from octavo.distributed.shards import ShardGroup
 from octavo.models import LlamaConfig, build
 from octavo.nn.parallel_weights import GatheredWeight
 
@@ -326,8 +326,8 @@ class NotedAllGather(DefaultAllGather):
 
 def two_steps(rank: int) -> Events:
     events: Events = []
-    for name, method in (("measure", "measure"), ("finish", "write")):
-        setattr(ShardCache, method, noted(events, name, getattr(ShardCache, method)))
+    for name in ("measure", "finish"):  # of the one group of weights
+        setattr(ShardGroup, name, noted(events, name, getattr(ShardGroup, name)))
     model: Any = nn.Sequential(*converted(), nn.RMSNorm(32))
     default = Stream()
     names = {"Stream": Stream, "Event": Event, "_default_cpu_stream": default, "_current_stream": default}

@@ -125,9 +125,7 @@ class ShardCache:
 
     Ranks must agree on when that happens, since it takes an all-reduce. A rank that has no rows of one weight sees no
     write to it, but sees the writes to others. So it happens for all weights at once: after the step of an optimizer
-    that updates all of them, or else when the next forward pass of the model begins. The all-reduce takes place in that
-    forward pass, when the first of the weights is gathered. The scales stay until the next step. The bytes are freed
-    when that forward pass has sent them, and later all-gathers cast the rows again (docs/distributed.md).
+    that updates all of them, or else when the next forward pass of the model begins (docs/distributed.md).
 
     `torch.distributed.checkpoint.load` writes into the tensors of a `state_dict`, which leaves no trace on the
     parameters. So after a call of `state_dict` the next forward pass looks at the numbers. It does not quantize again
@@ -155,15 +153,10 @@ class ShardCache:
         not_traced: Any = torch.compiler.disable  # a decorator of a method would import the compiler with this file
         # Before FSDP2's own hook, which gathers the weights of the root.
         model.register_forward_pre_hook(not_traced(self.before_forward), prepend=True)
-        # PyTorch holds the hook for good: it must not hold the model.
-        this = weakref.ref(self)
-
-        def after_step(optimizer: Optimizer, *_: Any) -> None:
-            cache = this()
-            if cache is not None:
-                cache.note_step(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(not_traced(after_step)).remove)
+        # PyTorch holds the hook for good: it must not hold the model, whose end removes it.
+        this = weakref.proxy(self)
+        after_step = not_traced(lambda optimizer, *_: this.note_step(optimizer))
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     @property
     def streams(self) -> Any:
@@ -236,33 +229,25 @@ class ShardCache:
             shards.hold_quantized(weight)
         self.stream.wait_stream(caller)
         with self.streams.stream(self.stream):
-            self.measure()
-        self.stale, self.measured = False, True
-
-    def measure(self) -> None:
-        """Find the amaxes of the rows of this rank, and write the bytes that need no more."""
-        for group in self.groups:
-            group.measure()
+            for group in self.groups:
+                group.measure()
         for weight in self.weights:
             weight.key = weight.current_key()
+        self.stale, self.measured = False, True
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Find the scales with the other ranks, and make the bytes by them.
+        """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this.
 
         It is called where the first weight that needs them is gathered. Collectives of one process group run in the
         order of their calls: before the gather of the root, the all-reduce would make that wait for the amaxes.
         """
         with self.streams.stream(self.stream):
-            self.write()
+            shards.reduce_largest([(group.amax, group.columns) for group in self.groups])
+            largest = [(group, group.largest()) for group in self.groups]
+            shards.reduce_largest([(value, group.ranks) for group, value in largest if group.needs_largest])
+            for group, value in largest:
+                group.finish(value)
+            shards.hold_rotated(self.rotated)
             self.written, self.waited = self.stream.record_event(), set()
         self.measured = False
-
-    def write(self) -> None:
-        """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this."""
-        shards.reduce_largest([(group.amax, group.columns) for group in self.groups])
-        largest = [(group, group.largest()) for group in self.groups]
-        shards.reduce_largest([(value, group.ranks) for group, value in largest if group.needs_largest])
-        for group, value in largest:
-            group.finish(value)
-        shards.hold_rotated(self.rotated)

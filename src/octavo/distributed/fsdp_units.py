@@ -3,7 +3,6 @@
 PyTorch has no public way to ask for a unit's policies, so this file reads the private state of torch 2.11 to 2.13.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -41,20 +40,15 @@ class UnitWeight:
         return group._training_state == TrainingState.FORWARD and group.post_forward_mesh_info is not None
 
 
-def is_unit(module: nn.Module) -> bool:
-    """True if `fully_shard` was called on `module`."""
-    return hasattr(module, "_get_fsdp_state")
-
-
 def check_sharded(model: nn.Module) -> None:
     """Raise a ValueError unless `fully_shard` was called on a module of `model`."""
-    if not any(is_unit(module) for module in model.modules()):
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("FSDP2 does not shard the model: call fully_shard on its blocks, and on the model, first")
 
 
 def has_run(model: nn.Module) -> bool:
     """True if a unit of `model` has been prepared for its first forward pass, after which hooks come too late."""
-    units: Iterator[Any] = (module for module in model.modules() if is_unit(module))
+    units: Iterator[Any] = (module for module in model.modules() if isinstance(module, FSDPModule))
     return any(getattr(unit._get_fsdp_state(), "_is_root", None) is not None for unit in units)
 
 
@@ -73,7 +67,7 @@ def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]
 
 def _groups(model: nn.Module) -> list[Any]:
     """The groups of parameters that are gathered together, in the order of their first modules."""
-    groups = [group for module in model.modules() if is_unit(module) for group in _groups_of(module)]
+    groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in _groups_of(module)]
     return list({id(group): group for group in groups}.values())
 
 
@@ -126,9 +120,9 @@ def unfusing_units(
     for fused, module in modules.items():
         owner = module.owner if isinstance(module, NormLinear) else None
         deciding = (owner.self_attn, owner.mlp) if isinstance(owner, DecoderLayer) else ()  # by their hooks
-        found |= {names[part]: fused for part in (*module.layers, *deciding) if is_unit(part)}
+        found |= {names[part]: fused for part in (*module.layers, *deciding) if isinstance(part, FSDPModule)}
         for layer in module.layers:
-            if layer not in units or is_unit(layer):
+            if layer not in units or isinstance(layer, FSDPModule):
                 continue
             unit = units[layer].unit
             if not unit or f"{fused}.".startswith(f"{unit}."):  # it is the module, or holds it
@@ -165,14 +159,11 @@ class GatherReport:
 
     def __repr__(self) -> str:
         lines = [f"FP8 all-gather: {plural(len(self.gathered), 'weight')} in eight bits, {len(self.wide)} wide"]
-        reasons = defaultdict(list)
-        for name, reason in self.wide.items():
-            reasons[reason].append(name)
-        lines += [f"  {len(names)} wide: {reason} ({some_of(names)})" for reason, names in reasons.items()]
-        fused = defaultdict(list)
-        for unit, module in self.unfused.items():
-            fused[module].append(unit)
-        for module, units in fused.items():
+        for reason in dict.fromkeys(self.wide.values()):
+            names = [name for name, each in self.wide.items() if each == reason]
+            lines.append(f"  {len(names)} wide: {reason} ({some_of(names)})")
+        for module in dict.fromkeys(self.unfused.values()):
+            units = [unit for unit, each in self.unfused.items() if each == module]
             are = "is a unit" if len(units) == 1 else "are units"
             lines.append(
                 f"  not fused: {module}, since {some_of(units)} {are} of FSDP's: shard the block that holds it instead"
@@ -182,10 +173,9 @@ class GatherReport:
 
 # ---- FSDP2's reduction of gradients: BF16 on the network, FP32 sums.
 #
-# With `reduce_dtype=torch.float32` FSDP2 casts the gradients of a unit to FP32 and reduce-scatters them: four bytes an
-# element are copied and sent. Gradients of a unit that computes in BF16 are BF16 before that cast. So each rank can
-# send the other ranks their parts in BF16, by one all-to-all, and sum what it receives in FP32. These are the same sums
-# of the same numbers, in the order of the ranks, with half the bytes.
+# With `reduce_dtype=torch.float32` FSDP2 casts the gradients of a unit to FP32 and reduce-scatters them. Gradients of a
+# unit that computes in BF16 are BF16 before that cast. So each rank can send the other ranks their parts in BF16, by
+# one all-to-all, and sum what it receives in FP32, in the order of the ranks.
 #
 # FSDP2 asks for the buffer of a reduction before it says which gradients it will hold. They are FP32 where
 # micro-batches were accumulated without a reduction. Therefore it gets a tensor without memory, `_Gradients`, which
