@@ -92,12 +92,9 @@ REFUSED = [
     (lambda: split(nn.Linear(8, 7), ColumnParallel()), "share Linear.*: its outputs must be a multiple of 2"),
     (lambda: split(nn.Linear(7, 8), RowParallel()), "share Linear.*: its inputs must be a multiple of 2"),
     (lambda: split(nn.Embedding(8, 8), RowParallel()), "RowParallel takes an nn.Linear, converted or not, got Emb"),
-    (
-        lambda: split(split(nn.Linear(8, 8), ColumnParallel()), ColumnParallel()),
-        "ColumnParallel takes an nn.Linear, converted or not, got ParallelLinear",
-    ),
+    (lambda: split(split(nn.Linear(8, 8), ColumnParallel()), ColumnParallel()), "takes an nn.Linear.*got ParallelL"),
     (lambda: split(nn.Linear(8, 8), ColumnParallel(), 2, 1), "takes a mesh of one dimension"),
-    (lambda: split(nn.Linear(8, 8), RowParallel())(torch.ones(1, 3, 4)), "its length must be a multiple of 2, got 3"),
+    (lambda: split(nn.Linear(8, 8), RowParallel())(torch.ones(1, 3, 4)), "must be a multiple of 2, .*, got 3: pad it"),
     (pytorchs_style, "PyTorch's styles of tensor parallelism"),
 ]
 
@@ -234,10 +231,7 @@ REFUSED_MODELS = [
     (lambda: nn.Sequential(nn.Linear(8, 8)), "got Sequential: give its layers the styles .*ColumnParallel"),
     (lambda: Llama(LLAMA(kv_heads=1, mlp_width=96)), "2 ranks cannot share 1 heads of keys and values of a layer"),
     (lambda: Llama(LLAMA(kv_heads=2, mlp_width=97)), "2 ranks cannot share 97 columns inside the MLP of a layer"),
-    (
-        lambda: GPT2(GPT2Config(width=63, heads=3, **ONE_LAYER)),
-        "2 ranks cannot share 3 heads, 3 heads of keys and values of a layer",
-    ),
+    (lambda: GPT2(GPT2Config(width=63, heads=3, **ONE_LAYER)), "cannot share 3 heads, 3 heads of keys and values of"),
 ]
 
 
@@ -257,7 +251,7 @@ def refused_models(rank):
     for again in (model, fully_shard(examples.make_model("llama"))):
         with pytest.raises(ValueError, match="is a DTensor already: call tensor_parallel once for a model, and before"):
             tensor_parallel(again, examples.mesh_of(2))
-    with pytest.raises(ValueError, match=r"length of a sequence must be a multiple of 2.* got tokens \[2, 7\]: pad"):
+    with pytest.raises(ValueError, match=r"length must be a multiple of 2, the degree .*, got 7: pad it, or choose"):
         model(torch.zeros(2, 7, dtype=torch.int64))
 
 

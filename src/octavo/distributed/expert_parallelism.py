@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from octavo.distributed.ranks import check_mesh, exchanged
 from octavo.nn import Experts
@@ -104,7 +104,6 @@ def exchange_experts(
 
 def _local(parameter: Any, ranks: int) -> Tensor:
     """This rank's experts; the gradient is divided by the number of ranks."""
-    assert isinstance(parameter, DTensor)
     own = parameter.to_local(grad_placements=[Shard(0)])
     return exchanged(own, lambda w: w.view_as(w), lambda dw: dw / ranks)
 

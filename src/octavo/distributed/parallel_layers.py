@@ -44,15 +44,12 @@ from octavo.recipe import FusableRecipe
 
 @dataclass(frozen=True)
 class ParallelLayer(Exchange):
-    """Base of `Column` and `Row`; two are equal where layers are parallel in the same way over the same ranks."""
+    """Base of `Column` and `Row`, whose `linear` gives the output of an `nn.Linear`, converted or not. Two are equal
+    where layers are parallel in the same way over the same ranks."""
 
     ranks: Ranks
     cuts_rows: ClassVar[bool]  # whether each rank has a part of every row of w
     parts: ClassVar[tuple[str, ...]]  # of x, w and dy, those of which each rank has a part in a wide exchange
-
-    def linear(self, layer: Any, x: Tensor) -> Tensor:
-        """The output of `layer`, an `nn.Linear`, converted or not."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def quantize(self, stacks: Sequence[tuple[Sequence[Any], Cast]]) -> list[QTensor]:

@@ -109,14 +109,18 @@ class Ranks:
         parts = y.view(self.size, prod(batch), -1, y.shape[-1]).transpose(0, 1)
         return parts.reshape(*batch, -1, y.shape[-1])
 
-    def by_rank(self, x: Tensor) -> Tensor:
-        """The rows of x [..., T, K] in the order in which `scatter` takes them: the inverse of `by_sequence`."""
-        batch, (tokens, k) = x.shape[:-2], x.shape[-2:]
+    def check_length(self, tokens: int) -> None:
+        """Raise a ValueError unless the ranks can divide a sequence of so many tokens."""
         if self.sequence and tokens % self.size:
             raise ValueError(
                 f"each of {self.size} ranks has a part of the sequence: its length must be a multiple of {self.size}, "
-                f"got {tokens}: pad it, or choose sequence=False"
+                f"the degree of tensor parallelism, got {tokens}: pad it, or choose sequence=False"
             )
+
+    def by_rank(self, x: Tensor) -> Tensor:
+        """The rows of x [..., T, K] in the order in which `scatter` takes them: the inverse of `by_sequence`."""
+        batch, (tokens, k) = x.shape[:-2], x.shape[-2:]
+        self.check_length(tokens)
         if not self.sequence or prod(batch) == 1:
             return x.reshape(-1, k)
         return x.reshape(prod(batch), self.size, -1, k).transpose(0, 1).reshape(-1, k)

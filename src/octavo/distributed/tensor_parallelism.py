@@ -11,7 +11,7 @@ The plan is that of Megatron (arXiv:1909.08053) with sequence parallelism (arXiv
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -74,7 +74,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
     for module in (embedding, head):
         module.register_forward_hook(lambda _, inputs, y: torch.ops.aten._unsafe_view(y, y.shape))
     if sequence:
-        embedding.register_forward_pre_hook(lambda _, tokens: _check_tokens(tokens[0], ranks))
+        embedding.register_forward_pre_hook(lambda _, given: ranks.check_length(given[0].shape[-1]))
     if cut_later:
         layers[0].register_forward_pre_hook(lambda _, inputs: (own_rows(inputs[0], ranks), *inputs[1:]))
 
@@ -132,14 +132,6 @@ def _check_sizes(layer: Any, block: Block, size: int) -> None:
         raise ValueError(
             f"{size} ranks cannot share {', '.join(wrong)} of a layer: the degree of tensor parallelism must divide "
             "these numbers; choose a smaller one, and give the other ranks to fully_shard"
-        )
-
-
-def _check_tokens(tokens: Tensor, ranks: Ranks) -> None:
-    if tokens.shape[-1] % ranks.size:
-        raise ValueError(
-            f"the length of a sequence must be a multiple of {ranks.size}, the degree of tensor parallelism, got "
-            f"tokens {list(tokens.shape)}: pad them, or call tensor_parallel with sequence=False"
         )
 
 
