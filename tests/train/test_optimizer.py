@@ -168,11 +168,6 @@ def sharded(rank):
         assert error(grad.full_tensor()) < most, layout
 
 
-@pytest.mark.slow
-def test_sharded_weights_too():
-    run_ranks(2, sharded)
-
-
 class Clipped(nn.Module):
     def __init__(self):
         super().__init__()
@@ -243,8 +238,9 @@ def sharded_clipping(rank):
 
 
 @pytest.mark.slow
-def test_clipping_of_sharded_gradients_is_that_of_one_process():
-    run_ranks(4, sharded_clipping)
+@pytest.mark.parametrize(("world", "check"), [(2, sharded), (4, sharded_clipping)])
+def test_sharded_gradients_too(world, check):
+    run_ranks(world, check)
 
 
 # ---- AdamW with moments in eight bits and with BF16 weights, on torchao's optimizers, run eagerly
@@ -356,10 +352,9 @@ def test_rounding_depends_on_the_seed_and_the_step_and_leaves_the_random_state_a
     assert not torch.equal(late, 2 * early)  # the second step draws anew
 
 
-@pytest.mark.parametrize("optimizer", [{}, {"state": "8bit"}])
-def test_the_learning_rate_is_set_of_all_parameters(optimizer):
+def test_the_learning_rate_is_set_of_all_parameters():
     model = make_model()
-    adamw = make_optimizer(model, config_of(**optimizer))
+    adamw = make_optimizer(model, config_of(state="8bit"))
     optimizers.set_learning_rate(adamw, 0.0)
     before = [p.detach().clone() for p in model.parameters()]
     take_steps(model, adamw, 1)

@@ -40,7 +40,6 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     common: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2)}
     kind, rounds = config.optimizer.state, config.optimizer.weights == "bf16"
     optimizer: torch.optim.Optimizer
@@ -78,7 +77,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         if p.requires_grad:
             state[f"{name}.step"] = optimizer.state[p]["step"]
             for moment in _MOMENTS:
-                parts = stored_parts(p, optimizer.state[p][moment], _kind_of(optimizer))
+                parts = stored_parts(optimizer, p, optimizer.state[p][moment])
                 state |= {f"{name}.{moment}{suffix}": tensor for suffix, tensor in parts.items()}
     return state
 
@@ -117,7 +116,6 @@ def _compiled_once(base: Any) -> Any:
                         settings = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
                         update(p.detach(), p.grad, state["step"], *moments, *settings, self.is_adamw, rounds)
 
-    Optimizer.__name__ = base.__name__
     return Optimizer
 
 
@@ -125,13 +123,8 @@ def first_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor
     """The state of a parameter before the first step, all zero."""
     # torch's fused step counts on the device, torchao's compiled step on the CPU
     step = torch.zeros((), device=p.device if isinstance(optimizer, torch.optim.AdamW) else "cpu")
-    moments = {moment: zero_moment(p, _kind_of(optimizer), signed=moment == "exp_avg") for moment in _MOMENTS}
+    moments = {moment: zero_moment(optimizer, p, signed=moment == "exp_avg") for moment in _MOMENTS}
     return {"step": step} | moments
-
-
-def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The value of optimizer.state in the settings that gave `optimizer`."""
-    return next((kind for kind, name in _CLASSES.items() if name == type(optimizer).__name__), "fp32")
 
 
 def _draw_by_step(optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -158,22 +151,19 @@ def _draw_by_step(optimizer: torch.optim.Optimizer, seed: int) -> None:
 SMALLEST = 4096  # elements of a parameter whose moments are quantized, as in bitsandbytes
 
 
-def zero_moment(p: Tensor, kind: str, *, signed: bool) -> Tensor:
-    """A moment of the parameter `p` before the first step, of a kind of `_CLASSES`; float32 if `p` does not fit."""
-    if kind == "fp32" or not _fits(p) or (local := local_part(p)).numel() == 0:
+def zero_moment(optimizer: Any, p: Tensor, *, signed: bool) -> Tensor:
+    """A moment of the parameter `p` before the first step; float32 if it is not quantized."""
+    if not _quantizes(optimizer, p) or (local := local_part(p)).numel() == 0:
         return torch.zeros_like(p, dtype=torch.float32)
-    name = "OptimState8bit" if kind == "8bit" else "OptimStateFp8"
-    module = import_extra(f"torchao.optim.subclass_{kind}", "optim", "moments in eight bits are torchao's")
-    sign = (signed,) if kind == "8bit" else ()
-    zeros = getattr(module, name).zeros(local.shape, *sign, MOMENT_BLOCK, local.device, dtype=torch.float32)
-    return _like(p, zeros, p.shape)
+    numbers = local.new_zeros((), dtype=torch.float32).expand(local.shape)  # without their memory
+    return _like(p, optimizer._subclass_zeros(numbers, signed, MOMENT_BLOCK), p.shape)
 
 
-def stored_parts(p: Tensor, moment: Tensor, kind: str) -> dict[str, Tensor]:
+def stored_parts(optimizer: torch.optim.Optimizer, p: Tensor, moment: Tensor) -> dict[str, Tensor]:
     """The plain tensors that store a moment of `p`, by the suffix of their names. They share the memory of the moment.
     The suffix is "" for a float32 moment; otherwise ".codes", uint8 of the parameter's shape [..., K], and ".scale",
     float32 [..., K / MOMENT_BLOCK]."""
-    if kind == "fp32" or not _fits(p):
+    if not _quantizes(optimizer, p):
         return {"": moment}
     local: Any = local_part(moment)
     scales = torch.Size([*p.shape[:-1], p.shape[-1] // MOMENT_BLOCK])
@@ -184,8 +174,10 @@ def stored_parts(p: Tensor, moment: Tensor, kind: str) -> dict[str, Tensor]:
     return {".codes": _like(p, local.codes.view(torch.uint8), p.shape), ".scale": _like(p, by_row, scales)}
 
 
-def _fits(p: Tensor) -> bool:
-    """True if each rank's part of every row is whole blocks."""
+def _quantizes(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
+    """True if the moments of `p` take a byte an element: each rank's part of every row is whole blocks."""
+    if getattr(optimizer, "block_size", None) != MOMENT_BLOCK:  # torch's, or torchao's with moments in float32
+        return False
     ways = 1
     if isinstance(p, DTensor):
         places = zip(p.placements, p.device_mesh.shape, strict=True)
