@@ -38,7 +38,6 @@ from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, TextStream
 from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, build_corpus
-from octavo.nn import Conversion
 from octavo.nn.delayed import histories
 from octavo.nn.module_tools import is_weight
 from octavo.scales import seed_scales, update_scales
@@ -463,9 +462,7 @@ def prepare_run(
             packed = (folder / "octavo.json").exists()
             known = PackedTensors(folder) if packed else load_calibration(folder, Path(config.model))
         seed_scales(made.model, known)
-    processes.print_line(console, header_text(config, made.model, device, corpus, made.report))
-    if made.gathered is not None:
-        processes.print_line(console, str(made.gathered))
+    processes.print_line(console, header_text(config, degrees, made, device, corpus))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     optimizer = make_optimizer(made.model, config)
     state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint)
@@ -489,11 +486,11 @@ def read_data(config: Config, run: RunFolder, console: Console) -> TokenizedText
 
 
 def header_text(
-    config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion | None
+    config: Config, degrees: processes.Degrees, made: models.TrainedModel, device: torch.device, corpus: Corpus
 ) -> str:
-    """The text before the first step: lines of model, data, steps and the like, then the conversion, if any."""
-    size = sum(t.numel() for t in (*model.parameters(), *model.buffers()) if is_weight(t))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    """The text before the first step: lines of model, data, steps and the like, then what `made` reports."""
+    size = sum(t.numel() for t in (*made.model.parameters(), *made.model.buffers()) if is_weight(t))
+    trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
     if config.lora:
         kind = f"{trained:,} of them trained, in adapters of rank {config.lora}"
@@ -511,12 +508,13 @@ def header_text(
         f"{plural(config.warmup, 'step')} of warmup",
         "device": f"{device}, {config.precision} outside of FP8",
     }
-    if (ranks := processes.world_size()) > 1:
-        degrees = vars(processes.find_degrees(config.parallel, ranks))
-        lines["ranks"] = ", ".join([str(ranks), *(f"{name} {n}" for name, n in degrees.items() if n > 1)])
+    if degrees.processes > 1:
+        divided = (f"{name} {degree}" for name, degree in vars(degrees).items() if degree > 1)
+        lines["ranks"] = ", ".join([str(degrees.processes), *divided])
     lines["folder"] = config.out
-    layers = "its layers compute as they are packed" if report is None else report.summary()
-    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), layers])
+    layers = "its layers compute as they are packed" if made.report is None else made.report.summary()
+    gathered = [] if made.gathered is None else [str(made.gathered)]
+    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), layers, *gathered])
 
 
 # ---- Continuing a run whose job is started again with the same command, by torchrun after a failure or by a scheduler.
