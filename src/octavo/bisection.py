@@ -233,8 +233,7 @@ def _halves(layers: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[st
 #       bisect.json     the settings of the runs, their length, and the checkpoint that they start from
 #       runs.jsonl      one line a run: gemms, layers (null: all), seed, converted, losses (by step), seconds
 #
-# A run that is remembered is not repeated, so the same command continues a search that was interrupted, and more seeds
-# add to those that are there. Its loss is the mean training loss of the last quarter of its steps.
+# A run that is remembered is not repeated, so more seeds add to those that are there.
 
 
 BF16 = Part(())

@@ -271,12 +271,9 @@ def _text_of(path: Path, named: bool) -> tuple[str, str, str]:
     as for a file that is named; "" where it is none."""
     suffix = path.suffix.lower()
     if suffix in STRUCTURED or (not named and (suffix in GENERATED or path.name in TOKENIZER_FILES)):
-        return (
-            "",
-            "not text by name",
-            f"{path} holds structured data ({suffix}), which is not read as text: give {ROWS[0]} with "
-            f"{' or '.join(ROW_FIELDS)}, or a data set as hf:FOLDER; to read its characters, copy it to a .txt file",
-        )
+        remedy = f"give {ROWS[0]} with {' or '.join(ROW_FIELDS)}, or a data set as hf:FOLDER"
+        said = f"which is not read as text: {remedy}; to read its characters, copy it to a .txt file"
+        return "", "not text by name", f"{path} holds structured data ({suffix}), {said}"
     try:
         with path.open("rb") as file:
             content = file.read(_HEAD)
