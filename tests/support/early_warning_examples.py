@@ -3,6 +3,8 @@
 import math
 from contextlib import suppress
 
+from tiny_runs import before_steps
+
 from octavo.train.supervision import TrainingError
 from octavo.watching.storage import Event, read_watch
 
@@ -26,15 +28,7 @@ def breaks_in_fp8(trainer) -> None:
 
 def run_with(trainer, faults, after: int) -> list[Event]:
     """Train, and plant the faults after so many steps; the events of the run."""
-    step = trainer.step
-
-    def faulty():
-        if trainer.state.step == after:
-            for fault in faults:
-                fault(trainer)
-        return step()
-
-    trainer.step = faulty
+    before_steps(trainer, lambda: [fault(trainer) for fault in faults if trainer.state.step == after])
     with suppress(TrainingError):
         trainer.run()
     return list(read_watch(trainer.run_folder.path).events)

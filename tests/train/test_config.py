@@ -74,7 +74,6 @@ def test_words_of_the_command_line(words, expected):
         (["--steps", "1_000"], ["steps", "an integer", "'1_000'"]),
         (["--clip", "1e999"], ["clip", "finite", "inf"]),
         (["--compile.blocks", "yes"], ["compile.blocks", "true or false", "'yes'"]),
-        (["--compile", "true"], ["'compile' in the command line is a table", "'compile.blocks'"]),
         (["--steps", "0"], ["steps", "at least 1", "0"]),
         (["--schedule", "linear"], ["schedule", "cosine, wsd", "'linear'"]),
         (["--tokenizer", "words"], ["tokenizer", "bytes, characters, bpe"]),

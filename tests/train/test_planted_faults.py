@@ -8,7 +8,6 @@ no scale of one is fixed before.
 import argparse
 import ast
 import inspect
-import json
 import math
 import re
 import typing
@@ -245,8 +244,7 @@ def test_the_layer_moves_to_bf16_and_stays_there(begin, go_on, tmp_path):
     found = run_with(trainer, [zero_down], 49)
     assert experts(trainer).recipe.name == "bf16"
     assert "promote" in {event.action for event in found if event.expert == EXPERT}
-    actions = json.loads((trainer.run_folder.path / "actions.json").read_text())
-    assert [each["layer"] for each in actions["promotions"]] == [LAYER]
+    assert [promotion.layer for promotion in trainer.run_folder.read_actions().promotions] == [LAYER]
     layers = {layer.name: layer for layer in read_watch(trainer.run_folder.path).layers}
     assert layers[f"{LAYER}.down_proj"].formats["x"] == "bf16"
     assert layers["model.layers.0.mlp.experts.down_proj"].formats["x"] == "e4m3"

@@ -56,8 +56,7 @@ SETTINGS = {
 
 
 def promoted(trainer):
-    actions = json.loads((trainer.run_folder.path / "actions.json").read_text())
-    return {promotion["layer"]: promotion["to"] for promotion in actions["promotions"]}
+    return {promotion.layer: promotion.to for promotion in trainer.run_folder.read_actions().promotions}
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
@@ -152,10 +151,6 @@ RUN = SIZES | {
 }  # fmt: skip
 
 
-def parameters():
-    return sum(p.numel() for p in build(LlamaConfig(vocabulary=256, tied=True, **SIZES)).parameters())
-
-
 @pytest.fixture
 def measured_offload(spawn, records, tmp_path):
     """measured(name, **settings): the losses of a run and the peak of its memory in bytes a parameter."""
@@ -165,7 +160,8 @@ def measured_offload(spawn, records, tmp_path):
         _, error = process.communicate(timeout=HANG)
         assert process.returncode == 0, error
         peak = max(records(tmp_path / name, "peak_memory").values())
-        return list(records(tmp_path / name).values()), peak / parameters()
+        model = build(LlamaConfig(vocabulary=256, tied=True, **SIZES))
+        return list(records(tmp_path / name).values()), peak / sum(p.numel() for p in model.parameters())
 
     return run
 
