@@ -37,7 +37,7 @@ from octavo.ops.dispatch import gemm_backends
 from octavo.rates.measured import peak_flops
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST
-from octavo.train.processes import rank, show, world_size
+from octavo.train.processes import print_line, rank, show, world_size
 from octavo.train.run_records import read_record
 from octavo.train.saving import TrainState
 from octavo.util import finite, import_extra
@@ -99,12 +99,11 @@ def show_progress(console: Console, step: int, steps: int, record: dict[str, Any
     each = f" ({record['tokens_per_second_per_gpu']:,.0f} a GPU)" if "tokens_per_second_per_gpu" in record else ""
     share = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
     scale = f"  loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
-    console.print(
+    print_line(
+        console,
         f"step {step:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
         f"grad norm {record['gradient_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s{each}{share}{scale}  "
         f"ETA {timedelta(seconds=round(seconds_left))}",
-        highlight=False,
-        soft_wrap=True,
     )
 
 
