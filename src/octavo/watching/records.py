@@ -142,7 +142,7 @@ def transfer(tables: Sequence[Table], interval: int) -> Callable[[], tuple[list[
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         dist.all_reduce(sums)
-    copies = _host_copy(maxima), _host_copy(sums)
+    copies = [each.to("cpu", non_blocking=True) for each in (maxima, sums)]  # pinned, where they come from a GPU
     copied = torch.cuda.current_stream().record_event() if maxima.is_cuda else None
 
     def wait() -> tuple[list[Array], int]:
@@ -157,9 +157,3 @@ def transfer(tables: Sequence[Table], interval: int) -> Callable[[], tuple[list[
         return found, int(maxima[-1])
 
     return wait
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor.cpu()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
