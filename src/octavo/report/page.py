@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -57,10 +57,6 @@ class LineChart:
     bands: Sequence[tuple[int, int]] = ()
     cursors: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        lines = [vars(line) | {"x": list(line.x), "y": list(line.y)} for line in self.lines]
-        return vars(self) | {"lines": lines}
-
 
 @dataclass
 class Page:
@@ -87,7 +83,7 @@ class Page:
         """The whole page."""
         style, scripts, body = read_asset("uPlot.min.css") + read_asset("page.css"), list[str](), self.parts
         if self.charts or self.data:
-            data = {"charts": [chart.to_dict() for chart in self.charts], **self.data}
+            data = {"charts": [asdict(chart) for chart in self.charts], **self.data}
             # A text of JSON cannot end its block: it holds no "<".
             text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
             library = f"/*!\nuPlot 1.6.32\n{read_asset('uPlot.LICENSE')}*/\n{read_asset('uPlot.iife.min.js')}"
@@ -176,5 +172,5 @@ def _lines(layers: list[LayerReport]) -> list[Line]:
         measured: list[float | None] = [getattr(layer, f"{name}_sqnr") for layer in layers]
         shown = [round(db, 3) if db is not None and math.isfinite(db) else None for db in measured]
         if any(db is not None for db in shown):
-            lines.append(Line(name, range(len(layers)), shown, colour=len(lines)))
+            lines.append(Line(name, [*range(len(layers))], shown, colour=len(lines)))
     return lines
