@@ -174,16 +174,11 @@ class Quantized:
 
     def _of_experts(self, values: Tensor, reduction: str) -> Tensor:
         """A number of all scales of each expert: [E]."""
-        experts = 1 if self.sizes is None else len(self.sizes)
+        experts, reduce = 1 if self.sizes is None else len(self.sizes), getattr(torch, reduction)
         if self.group is None:
-            each = values.reshape(experts, -1)
-            return each.amax(1) if reduction == "amax" else each.sum(1)
-        if values.shape[-1] > 1:  # several scales of a row
-            values = values.amax(1) if reduction == "amax" else values.sum(1)
-        if reduction == "amax":
-            nothing = values.new_full((experts + 1,), -torch.inf)
-            return nothing.scatter_reduce(0, self.group, values.view(-1), "amax")[:-1]
-        return values.new_zeros(experts + 1).index_add(0, self.group, values.view(-1))[:-1]
+            return reduce(values.reshape(experts, -1), 1)
+        nothing = values.new_full((experts + 1,), -torch.inf if reduction == "amax" else 0)
+        return nothing.scatter_reduce(0, self.group, reduce(values, 1), reduction)[:-1]  # of a row with several scales
 
     @cached_property
     def _row_scales(self) -> Tensor:
