@@ -11,7 +11,7 @@ amax of all samples is known.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Self
@@ -64,16 +64,16 @@ def table_of(found: Mapping[str, Tensor], n: int, device: torch.device) -> Tenso
     missing = dict.fromkeys(MAXIMA, -math.inf) | dict.fromkeys(SUMS, 0.0) | {"noise": math.nan}
     columns = [found[name] if name in found else constant(value, device, n) for name, value in missing.items()]
     columns = [column if column.ndim else column.expand(n) for column in columns]
-    return torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), columns), 1)
+    return stack_double(columns).t()
 
 
-def by_dtype(function: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The result of an operation on lists for each tensor. It is called once for each dtype, which makes it fast."""
+def stack_double(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as float64 [n, ...]. Those of a dtype are cast at once, which makes it fast."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         of_dtype = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        found |= zip(of_dtype, function([tensors[i] for i in of_dtype]), strict=True)
-    return [found[i] for i in range(len(tensors))]
+        found |= zip(of_dtype, torch.stack([tensors[i] for i in of_dtype]).double(), strict=True)
+    return torch.stack([found[i] for i in range(len(tensors))])
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, plain_name, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import device_of, first_indices, local_part
-from octavo.observation.operand_statistics import EXPONENTS, by_dtype, clear, combine_all, histograms, sampled_rows
+from octavo.observation.operand_statistics import EXPONENTS, clear, combine_all, histograms, sampled_rows, stack_double
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
 from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, Table
@@ -269,7 +269,7 @@ class WeightStatistics:
         nothing = torch.zeros(EXPONENTS, dtype=torch.float64, device=self._device)
         missing = dict.fromkeys(LAYER_MAXIMA, nothing[0] - torch.inf) | dict.fromkeys(LAYER_SUMS, nothing[0])
         fields = [each.get(name, none).to(self._device) for each in self._found for name, none in missing.items()]
-        scalars = torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), fields))
+        scalars = stack_double(fields)
         exponents = [each.get("exponents", nothing).to(self._device, torch.float64) for each in self._found]
         return torch.cat([scalars.view(-1, len(missing)), torch.stack(exponents)], 1), len(LAYER_MAXIMA)
 
