@@ -60,7 +60,7 @@ def test_every_gpu_is_complete():
         found = find_gemms(get_recipe("rowwise"), gpu)
         assert {backend.name == "none" for backend in found.values()} == {gpu.fp8 is None}
         assert set(gpu.origins) == {"attention", "memory", "links"}
-        assert gpu.instruction_rate == gpu.fp32 / 2 < gpu.bf16 / 2  # less without its tensor cores
+        assert gpu.fp32 < gpu.bf16  # less without its tensor cores
 
 
 def test_auto_is_the_best_recipe_of_the_gpu():

@@ -229,13 +229,13 @@ STACKED_GATE = 134.0  # of SwiGLU's gradient, an element of h, where gate and up
 
 @dataclass(frozen=True)
 class Pass:
-    """Bytes and instructions for each token."""
+    """Bytes and instructions for each token. A multiplication with an addition is an instruction, and two FLOPs."""
 
     moved: float
     instructions: float = 0.0
 
     def seconds(self, gpu: Gpu) -> float:
-        return max(self.moved / gpu.copy_rate, self.instructions / gpu.instruction_rate)
+        return max(self.moved / gpu.copy_rate, 2 * self.instructions / gpu.fp32)
 
 
 def block_passes(setup: Setup, block: Block) -> tuple[list[Pass], list[Pass]]:

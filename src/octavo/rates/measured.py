@@ -61,11 +61,6 @@ class Gpu:
         return self.copy or self.bandwidth * COPY_SHARE
 
     @property
-    def instruction_rate(self) -> float:
-        """Instructions a second for one element each: a multiplication with an addition is one, and two FLOPs."""
-        return self.fp32 / 2
-
-    @property
     def attention_rate(self) -> float:
         return self.attention or self.bf16 * ATTENTION_SHARE
 
@@ -327,8 +322,6 @@ def _seconds(grid: Mapping[Shape, float], shape: tuple[int, ...]) -> float:
 def _share(gpu: Gpu, recipe: Recipe) -> float:
     """The peak of a GPU that was not measured over that of the one that was."""
     reference = known_gpus()[REFERENCE]
-    if gpu.grid is not None:
-        return 1.0
     if recipe.quantized and gpu.fp8 and reference.fp8:
         return gpu.fp8 / reference.fp8
     return gpu.bf16 / reference.bf16
