@@ -320,10 +320,10 @@ def _remarks(plans: Sequence[TrainingPlan]) -> Iterator[str]:
 
 def _show_states(parameters: float, as_json: bool) -> None:
     """The table of weights, gradients and optimizer states of so many parameters."""
-    from octavo.plan.setup import KNOWN_STATES, own_states
+    from octavo.plan.setup import known_states
 
     sizes, rows = {}, []
-    for name, each in {**KNOWN_STATES, **own_states()}.items():
+    for name, each in known_states().items():
         gpu, cpu = each.on_gpu * parameters, (each.total - each.on_gpu) * parameters
         sizes[name] = {"gpu": gpu, "cpu": cpu}
         row = {"bytes of a parameter": name, "weight": f"{each.weight:g}", "gradient": f"{each.gradient:g}"}

@@ -1,7 +1,7 @@
 """A training run as it is planned: the model, the recipe, the GPUs, and the settings of `octavo train`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.ops import dispatch
 from octavo.ops.launching import ARCHITECTURES
@@ -67,13 +67,6 @@ class States:
         return self.copies if self.offloaded else self.total
 
 
-KNOWN_STATES = {
-    "AdamW in FP32": States(FP32, FP32, 2 * FP32),
-    "FP8 copies beside FP32 masters": States(FP32, FP32, 2 * FP32, copies=2 * FP8 + BF16),
-    "the same, masters and optimizer offloaded": States(FP32, FP32, 2 * FP32, copies=2 * FP8 + BF16, offloaded=True),
-}
-
-
 def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) -> States:
     """The states that `octavo train` has with these settings."""
     gradient = optimizer.weight_bytes if accumulate == 1 else FP32
@@ -83,8 +76,15 @@ def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) 
     return States(optimizer.weight_bytes, gradient, optimizer.moment_bytes, copies, optimizer.on_host, resident=host)
 
 
-def own_states() -> dict[str, States]:
-    """Ways to train in `octavo train` that differ in their states, from the default to the smallest."""
+def known_states() -> dict[str, States]:
+    """Ways to train that differ in their states: of other programs, and of `octavo train` from the default to the
+    smallest."""
+    copies = States(FP32, FP32, 2 * FP32, copies=2 * FP8 + BF16)
+    others = {
+        "AdamW in FP32": States(FP32, FP32, 2 * FP32),
+        "FP8 copies beside FP32 masters": copies,
+        "the same, masters and optimizer offloaded": replace(copies, offloaded=True),
+    }
     ways = {
         "octavo, default": (OptimizerSettings(), "bf16"),
         "octavo, optimizer.state = 8bit": (OptimizerSettings(state="8bit"), "bf16"),
@@ -92,7 +92,8 @@ def own_states() -> dict[str, States]:
         "octavo, optimizer.offload": (OptimizerSettings(offload=True), "bf16"),
         "octavo rowwise, optimizer.masters = host": (OptimizerSettings(masters="host"), "rowwise"),
     }
-    return {name: states_of(settings, get_recipe(recipe), accumulate=1) for name, (settings, recipe) in ways.items()}
+    own = {name: states_of(settings, get_recipe(recipe), accumulate=1) for name, (settings, recipe) in ways.items()}
+    return others | own
 
 
 # ---- The setup.
