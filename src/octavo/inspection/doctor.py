@@ -86,13 +86,18 @@ def find_problems() -> list[Problem]:
 
 def judge(facts: Facts) -> list[Problem]:
     """The problems of a machine with these facts."""
+    return [Problem(name, found, fix) for holds, name, found, fix in rules_of(facts) if holds]
+
+
+def rules_of(facts: Facts) -> tuple[tuple[object, str, str, str], ...]:
+    """All rules: whether a machine with these facts has the problem, and the fields of the `Problem`."""
     major, driver = facts.cuda.partition(".")[0], facts.driver.partition(".")[0]
     oldest = _OLDEST_DRIVER.get(major, 0)
     is_old, unseen = driver != "" and int(driver) < oldest, driver != "" and not facts.sees_gpu
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     hidden = visible is not None and (not visible or visible.startswith("-"))
     tags = {".".join(tag) for name in facts.extensions for tag in re.findall(r"\.cpython-(\d)(\d+)-", name)}
-    rules = (  # whether a machine with these facts has the problem, and the fields of the `Problem`
+    return (
         (unseen and hidden, "hidden GPU", f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU",
          "unset it, or name one: 0"),
         (unseen and not hidden and not facts.cuda, "torch without CUDA",
@@ -117,7 +122,6 @@ def judge(facts: Facts) -> list[Problem]:
         *((facts.environment.get(name) == "1", "environment", f"{name}=1: {effect}", fix)
           for name, (effect, fix) in _VARIABLES.items()),
     )  # fmt: skip
-    return [Problem(name, found, fix) for holds, name, found, fix in rules if holds]
 
 
 def _rule_of_interface(facts: Facts, variable: str) -> tuple[bool, str, str, str]:
