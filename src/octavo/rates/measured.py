@@ -3,7 +3,6 @@
 They are the memory and rates of GPUs, the speed of a layer in FP8 over BF16 by shape, and the speeds of packed schemes.
 """
 
-import difflib
 import functools
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from octavo.checkpoint.scheme import Scheme
+from octavo.numerics.cast_fields import nearest
 from octavo.recipe import Gemm, Recipe, get_recipe
 from octavo.util import plural, reading
 
@@ -92,9 +92,7 @@ def find_gpu(name: str) -> Gpu:
     gpus, plain = known_gpus(), "".join(c for c in name.lower() if c.isalnum())
     if plain in gpus:
         return gpus[plain]
-    near = difflib.get_close_matches(plain, gpus, n=1, cutoff=0.3)
-    advice = f"; the nearest is {near[0]}" if near else ""
-    raise ValueError(f"--gpu must be one of {', '.join(gpus)}; got {name!r}{advice}")
+    raise ValueError(f"--gpu must be one of {', '.join(gpus)}; got {name!r}{nearest(plain, gpus)}")
 
 
 # Dense BF16 FLOP/s of GPUs that no plan has a row for, by a pattern of the device's name, from their data sheets.
