@@ -455,9 +455,7 @@ def _with_result_in_fp32(operation: Any, args: Any, keywords: Any) -> tuple[Any,
     given = args[at] if at < len(args) else keywords.get("dtype")
     if given is not None or not _is_cast(args[0]):
         return args, keywords
-    if at < len(args):
-        return (*args[:at], torch.float32, *args[at + 1 :]), keywords
-    return args, {**keywords, "dtype": torch.float32}
+    return args[:at], {**keywords, "dtype": torch.float32}  # no argument by position comes after it
 
 
 # ---- Why an operation runs in its dtype, in a sentence.
