@@ -15,8 +15,7 @@ from octavo_cli.display import say
 
 
 FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1", "e8m0", "bf16", "fp16", "fp32")
-ATTENTIONS = ("bf16", "fp8")
-CACHES = ("bf16", "fp8")  # of octavo plan
+ATTENTIONS = CACHES = ("bf16", "fp8")  # caches of octavo plan
 GGUF_WEIGHTS = ("q8_0", "f16")
 GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx4070", "l40s", "rtx5090", "mi300x", "mi355x")
 KV_CACHES = ("auto", "bf16", "fp8", "int8")
