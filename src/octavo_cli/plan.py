@@ -248,7 +248,8 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
     }
     if plan.fits:  # what cannot run costs nothing
         found |= {"MFU": f"{plan.utilization:.2f}", **_bill(plan, budget, price)}
-    found |= {f"speed of {gain.layer} {'x'.join(map(str, gain.shape))}": f"{gain.speedup:.2f}x" for gain in plan.gains}
+    gains = plan.gains.items()
+    found |= {f"speed of {each.layer} {'x'.join(map(str, each.shape))}": f"{speed:.2f}x" for each, speed in gains}
     if plan.fp8_attention_speed is not None:
         found["speed of attention in FP8"] = f"{plan.fp8_attention_speed:.2f}x"
     return found

@@ -15,16 +15,16 @@ from importlib.resources import files
 from itertools import combinations, islice, product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.folder import BUILT_IN_MODELS, RUN_OR_MODEL, RunFolder, check_config
 from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF
-from octavo.ops.dispatch import GRADIENT_TILE, Backend
+from octavo.ops.dispatch import Backend
 from octavo.plan.memory import Memory, plan_memory
 from octavo.plan.model_shape import Architecture, describe_architecture, positive_sizes
 from octavo.plan.serving import BF16, NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
-from octavo.plan.setup import Setup, chosen_recipe, find_gemms, find_origins, fp8_limit, make_setup
+from octavo.plan.setup import Setup, chosen_recipe, find_gemms, find_origins, make_setup
 from octavo.plan.step_time import Product, StepTime, block_products, plan_step
 from octavo.rates.measured import HOST_CORES, find_gpu, fp8_speed, layer_speedup
 from octavo.train.config import PRESETS, AttentionSettings, Config
@@ -42,14 +42,6 @@ RECIPES = ("bf16", "rowwise")  # that a search compares
 SIZES, ENOUGH = (1, 2, 4, *range(8, 128, 8), *(size for n in range(7, 15) for size in (1 << n, 3 << n - 1))), 4
 LARGEST = 1 << 20  # sequences of a micro-batch on one GPU
 WORTHWHILE = 1.02  # times the tokens a second, for which another setting is worth naming
-
-
-class Gain(NamedTuple):
-    """A GEMM of a block: its shape, and the speed of its forward and backward pass as a multiple of that in BF16."""
-
-    layer: str
-    shape: tuple[int, int, int]
-    speedup: float
 
 
 @dataclass(frozen=True)
@@ -113,19 +105,17 @@ class TrainingPlan:
         return [each for block in self.setup.model.blocks for each in block_products(self.setup, block)]
 
     @property
-    def gains(self) -> list[Gain]:
-        """The quantized GEMMs of each kind of block."""
-        setup = self.setup
-        kinds = dict.fromkeys((each.layer, each.shape, each.count) for each in self.products if each.quantized)
-        return [Gain(layer, shape, layer_speedup(setup.gpu, setup.recipe, shape, n)) for layer, shape, n in kinds]
+    def gains(self) -> dict[Product, float]:
+        """The quantized GEMMs, with the speed of their forward and backward pass as a multiple of that in BF16."""
+        gpu, recipe = self.setup.gpu, self.setup.recipe
+        return {each: layer_speedup(gpu, recipe, each.shape, each.count) for each in self.products if each.quantized}
 
     @property
     def fp8_attention_speed(self) -> float | None:
         """The speed of attention in FP8, forward and backward, as a multiple of that in BF16. None where attention does
         not run in FP8, or texts are shorter than those that it is meant for."""
-        setup, context = self.setup, self.setup.config.context
-        long = context >= AttentionSettings().shortest and context % GRADIENT_TILE == 0
-        return fp8_speed("forward and backward", context) if long and not fp8_limit(setup.model, setup.gpu) else None
+        asked = replace(self.setup, config=replace(self.setup.config, attention=AttentionSettings("fp8")))
+        return fp8_speed("forward and backward", asked.config.context) if asked.fp8_attention else None
 
     @property
     def largest_batch(self) -> int:
@@ -237,7 +227,7 @@ class TrainingPlan:
                 options: {"peak": plan.memory.peak, "tokens_per_second_a_gpu": plan.tokens_per_second}
                 for options, plan in self.fitting.items()
             },
-            "gains": [{"layer": g.layer, "shape": list(g.shape), "speedup": g.speedup} for g in self.gains],
+            "gains": [{"layer": p.layer, "shape": [*p.shape], "speedup": speed} for p, speed in self.gains.items()],
             "fp8_attention_speed": self.fp8_attention_speed,
             "faster_settings": self.faster_settings,
             "origins": self.origins,
