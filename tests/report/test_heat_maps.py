@@ -30,7 +30,7 @@ def decoded(grid: dict, metric: heat_maps.Metric) -> np.ndarray:
 @pytest.mark.parametrize("key", ["saturated", "sqnr", "amax"])
 def test_a_column_holds_the_worst_of_its_samples(key, columns):
     watched, metric = watched_of(5, STEPS), BY_KEY[key]
-    found = heat_maps.metric_grids(watched, heat_maps.Columns(STEPS, columns))[key]
+    found = heat_maps.metric_grids(watched, heat_maps.columns_of(STEPS, columns))[key]
     parts = np.array_split(operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[key].astype(np.float64), columns)
     worst = np.nanmax if metric.worst == "highest" else np.nanmin
     for number, operand in enumerate(("x", "w", "dy")):
@@ -40,10 +40,10 @@ def test_a_column_holds_the_worst_of_its_samples(key, columns):
 
 
 def test_the_spans_of_the_columns_cover_all_steps():
-    spans = heat_maps.Columns(STEPS, 7).spans
+    spans = heat_maps.columns_of(STEPS, 7)
     assert (spans[0][0], spans[-1][1]) == (5, 100)
     assert [first for first, _ in spans[1:]] == [last + 5 for _, last in spans[:-1]]
-    assert heat_maps.Columns(STEPS, 20).spans == [(step, step) for step in STEPS]
+    assert heat_maps.columns_of(STEPS, 20) == [(step, step) for step in STEPS]
     assert heat_maps.sampled_steps(watched_of(5, STEPS)).tolist() == STEPS.tolist()
     assert heat_maps.spread(STEPS, 3) == [5, 55, 100]
     assert heat_maps.spread(STEPS, 99) == STEPS.tolist()
@@ -73,14 +73,14 @@ def test_grids_of_one_value_or_none_are_encoded_too(values):
 def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
     watched = watched_of(5, STEPS)
     watched.operands["amax"][3] = np.nan
-    found = heat_maps.metric_grids(watched, heat_maps.Columns(STEPS, 20))
+    found = heat_maps.metric_grids(watched, heat_maps.columns_of(STEPS, 20))
     assert np.isinf(found["amax"]["x"][1, 0])
     assert "gap" not in found  # no scale was fixed before
     assert "nonfinite" not in found
     assert list(found["shift_lost"]) == ["dy"]
     assert "alignment" not in found  # there is no SwiGLU
     watched.operands["nonfinite"][3] = 0.5
-    assert "nonfinite" in heat_maps.metric_grids(watched, heat_maps.Columns(STEPS, 20))
+    assert "nonfinite" in heat_maps.metric_grids(watched, heat_maps.columns_of(STEPS, 20))
 
 
 def test_histograms_are_those_of_their_steps():

@@ -49,18 +49,13 @@ METRICS = (
 )
 
 
-class Columns:
-    """The columns of the grids: at most `most`, and at most as many as the sampled `steps`, which are ascending."""
+Columns = list[tuple[int, int]]  # of the grids: the first and the last step of each
 
-    def __init__(self, steps: Array, most: int) -> None:
-        self.steps, self.count = steps, min(len(steps), most)
-        parts = np.array_split(steps, self.count) if self.count else []
-        self.spans = [(int(part[0]), int(part[-1])) for part in parts]  # the first and the last step of each column
 
-    def of(self, steps: Array) -> Array:
-        """The column of each of `steps`."""
-        starts = [first for first, _ in self.spans]
-        return np.searchsorted(np.array(starts, np.uint32), steps, side="right") - 1
+def columns_of(steps: Array, most: int) -> Columns:
+    """At most `most` columns, and at most as many as the sampled `steps`, which are ascending."""
+    parts = np.array_split(steps, min(len(steps), most)) if len(steps) else []
+    return [(int(part[0]), int(part[-1])) for part in parts]
 
 
 def sampled_steps(watched: Watched) -> Array:
@@ -81,9 +76,10 @@ def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Arra
 
 def _fill(layers: int, columns: Columns, records: Records, operands: tuple[str, ...]) -> dict[str, dict[str, Array]]:
     metrics = [metric for metric in METRICS if metric.operands == (operands == OPERANDS)]
-    shape = (len(operands), layers, columns.count)
+    shape, starts = (len(operands), layers, len(columns)), np.array([first for first, _ in columns], np.uint32)
     grids = {metric.key: np.full(shape, np.nan) for metric in metrics}
-    cells: Any = records["operand"] if len(operands) > 1 else 0, records["layer"], columns.of(records["step"])
+    column = np.searchsorted(starts, records["step"], side="right") - 1
+    cells: Any = records["operand"] if len(operands) > 1 else 0, records["layer"], column
     for metric in metrics:
         worst = np.fmax if metric.worst == "highest" else np.fmin
         worst.at(grids[metric.key], cells, _values(records, metric))

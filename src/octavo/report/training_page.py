@@ -51,10 +51,12 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
     rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
     page.add(table(("", *(run.name for run in runs)), rows))
     page.add(paragraphs(_remarks(runs)), _kinds_of_events(runs), paragraphs([_HINT]))
+    events = [(f"{run.name}, " if len(runs) > 1 else "", e) for run, e in _all_events(runs) if not e.undone]
+    marks = [(e.step, f"{of_run}{e.rule}: {e.message}") for of_run, e in events[-_MARKS:]]
     for name, title, unit, keys in _CHARTS:
         if lines := _lines(runs, keys):
             zero = name == "memory"  # a fraction of a percent is no rise
-            page.add_chart(LineChart(name, title, "step", unit, lines, marks=_marks(runs), zero=zero, cursors="steps"))
+            page.add_chart(LineChart(name, title, "step", unit, lines, marks=marks, zero=zero, cursors="steps"))
         if name == "loss" and (lines := [line for each in gaps(runs) for line in each.lines()]):
             bands = [(at + 2, at + 1) for at in range(0, len(lines), 3)]
             chart = LineChart("gap", f"Gap of the loss to {runs[0].name}", "step", "%", lines, zero=True, bands=bands,
@@ -96,11 +98,6 @@ def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | Non
     return steps, [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
-def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
-    texts = [(run.name, e.step, f"{e.rule}: {e.message}") for run, e in _all_events(runs) if not e.undone]
-    return [(step, f"{name}, {text}" if len(runs) > 1 else text) for name, step, text in texts[-_MARKS:]]
-
-
 def _all_events(runs: Iterable[RunData]) -> list[tuple[RunData, Event]]:
     return [(run, event) for run in runs if run.watched is not None for event in run.watched.events]
 
@@ -120,7 +117,8 @@ def _watch_data(runs: Sequence[RunData]) -> dict[str, Any]:
 def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
     layers = max(len(watched.layers), 1)
     fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in heat_maps.METRICS))
-    columns = heat_maps.Columns(heat_maps.sampled_steps(watched), min(_COLUMNS, max(fits, 20)))
+    steps = heat_maps.sampled_steps(watched)
+    columns = heat_maps.columns_of(steps, min(_COLUMNS, max(fits, 20)))
     grids = {
         key: {name: heat_maps.encode_grid(values, _BY_KEY[key]) for name, values in found.items()}
         for key, found in heat_maps.metric_grids(watched, columns).items()
@@ -129,9 +127,9 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "layers": [{"name": layer.name, "formats": layer.formats} for layer in watched.layers],
-        "columns": columns.spans,
+        "columns": columns,
         "grids": grids,
-        "histograms": heat_maps.histograms_at(watched, heat_maps.spread(columns.steps, min(_HISTOGRAMS, max(fits, 2)))),
+        "histograms": heat_maps.histograms_at(watched, heat_maps.spread(steps, min(_HISTOGRAMS, max(fits, 2)))),
     }
 
 
@@ -390,7 +388,7 @@ def sparkline(values: Array) -> str:
 def worst_layers(watched: Watched) -> list[tuple[str, str, str, str, str]]:
     """The worst layers and operands of the metrics that matter most, the worst first: the metric, the layer, the
     operand, the worst value, and a sparkline over the steps. A share of 0 is not listed."""
-    found, grids = [], heat_maps.metric_grids(watched, heat_maps.Columns(heat_maps.sampled_steps(watched), _WIDTH))
+    found, grids = [], heat_maps.metric_grids(watched, heat_maps.columns_of(heat_maps.sampled_steps(watched), _WIDTH))
     for metric in _SHOWN:
         sign = -1 if metric.worst == "highest" else 1
         rows = [
@@ -435,8 +433,8 @@ def _series(series: Series) -> dict[str, Any]:
 
 def _watched_summary(watched: Watched) -> dict[str, Any]:
     """The layers, each with the worst value of each metric over all samples."""
-    columns, layers = heat_maps.Columns(heat_maps.sampled_steps(watched), 1), []
-    worst = heat_maps.metric_grids(watched, columns)
+    steps, layers = heat_maps.sampled_steps(watched), []
+    worst = heat_maps.metric_grids(watched, heat_maps.columns_of(steps, 1))
     for at, layer in enumerate(watched.layers):
         figures: dict[str, dict[str, float | None]] = {}
         for key, grids in worst.items():
@@ -445,7 +443,7 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
         layers.append({**layer.to_dict(), "figures": figures})
     return {
         "interval": watched.interval,
-        "samples": len(columns.steps),
+        "samples": len(steps),
         "worst": {metric.key: metric.worst for metric in heat_maps.METRICS},
         "layers": layers,
     }
