@@ -192,13 +192,10 @@ def test_nothing_is_changed_and_nothing_optional_is_loaded(looked):
     assert "octavo.nn.linear" in looked["modules"]
 
 
-def test_public_names_are_there_once():
+def test_only_public_names_are_offered_and_each_once():
+    assert dir(octavo) == sorted(octavo.__all__)
     assert len(octavo.__all__) == len(set(octavo.__all__)) <= 14
     assert all(getattr(octavo, name) is not None for name in octavo.__all__)
-
-
-def test_only_public_names_are_offered():
-    assert dir(octavo) == sorted(octavo.__all__)
 
 
 def test_costs_little_more_than_torch(looked):

@@ -21,7 +21,6 @@ BAD = [
     ({"environment": {"NCCL_SOCKET_IFNAME": "ib0"}}, "no such network interface", "name one of these"),
     ({"environment": {"GLOO_SOCKET_IFNAME": "=eth1"}}, "no such network interface", "name one of these"),
     ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "environment", "unset it"),
-    ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "environment", "unset it where NVLink works"),
 ]
 
 

@@ -132,6 +132,10 @@ SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 320}
 OURS = LlamaConfig(**SMALL, kv_heads=2, mlp_width=96)
 
 
+def ours(**changes: object) -> str:
+    return json.dumps(OURS.to_hf() | changes)
+
+
 def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
@@ -228,23 +232,13 @@ def test_octavos_own_models_are_counted_exactly(config, settings, tmp_path):
         ('{"model_type": "mistral3"}', "got 'mistral3': the nearest is mistral"),
         ('{"model_type": "gemma2"}', "got 'gemma2': write a config.json"),  # nothing is near
         ("{}", "model_type must be one of"),
-        (json.dumps(OURS.to_hf() | {"hidden_size": "wide"}), "must be whole numbers of at least 1"),
-        (json.dumps(OURS.to_hf() | {"hidden_size": None}), "must be whole numbers of at least 1"),
-        *(
-            (
-                json.dumps(OURS.to_hf() | {name: size}),
-                f"sizes must be whole numbers of at least 1; got {size}",
-            )
-            for name, size in (("num_hidden_layers", 0), ("num_hidden_layers", 2.5), ("vocab_size", -3))
-        ),
-        *(
-            (json.dumps(OURS.to_hf() | {"head_dim": None} | {name: 3}), "must divide hidden_size and be a multiple of")
-            for name in ("num_attention_heads", "num_key_value_heads")
-        ),
+        (ours(hidden_size="wide"), "must be whole numbers of at least 1"),
+        (ours(num_hidden_layers=0), "sizes must be whole numbers of at least 1; got 0"),
+        (ours(num_hidden_layers=2.5), "sizes must be whole numbers of at least 1; got 2.5"),
+        (ours(vocab_size=-3), "sizes must be whole numbers of at least 1; got -3"),
+        (ours(head_dim=None, num_attention_heads=3), "must divide hidden_size and be a multiple of"),
+        (ours(head_dim=None, num_key_value_heads=3), "must divide hidden_size and be a multiple of"),
         ("{", "is not valid JSON"),
-        ("[]", "must hold a JSON object"),
-        ("[" * 100_000, "config.json is not valid JSON .it is nested too deeply"),
-        ('{"model_type": "vit", "hidden_size": "wide"}', "must state 'num_hidden_layers'"),
         (
             '{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}',
             "num_experts_per_tok must be at most the number of experts, got 9 of 8",
