@@ -13,7 +13,8 @@ from transformers import PhiConfig, PhiForCausalLM, masking_utils
 import octavo
 from octavo.distributed import tensor_parallel
 from octavo.models import GPT2Config, LlamaConfig, build
-from octavo.nn.fused_loss import Head, spare_search
+from octavo.nn.fused_loss import Head
+from octavo.nn.module_tools import spare_search
 from octavo.train.config import LARGE_VOCABULARY, ConfigError
 from octavo.train.loss import chunked_loss, whole_loss
 from octavo.train.model import make_loss

@@ -13,11 +13,10 @@ With tensor parallelism each rank has the rows of w of its part of the vocabular
 of the label of each token, and add up dx.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from importlib import import_module
 from inspect import signature
 from typing import Any, ClassVar, Literal
 
@@ -28,9 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
-from octavo.architectures import ARCHITECTURES
-from octavo.nn.fused_modules import CACHES, DecoderLayer
-from octavo.nn.module_tools import class_name, differentiable_once, library_of, mix_into, unsupported
+from octavo.nn.module_tools import decoder_layers, differentiable_once, find_cache, mix_into, unsupported
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
@@ -502,7 +499,7 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         for part in parts:
             part.task = task
         self._loss_function = task.result  # what a model of transformers calls, if it is there
-        cache = _find_cache(self, self.decoder_layers, args, kwargs)
+        cache = find_cache(self, self.decoder_layers, args, kwargs)
         try:
             output = theirs(self, *args, **kwargs | cache)
         finally:
@@ -516,41 +513,6 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         return type(output)(**{name: value for name, value in output.items() if name not in ("logits", *cache)})
 
     return forward
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a model of transformers; none if one of them may attend in another way than Llama's."""
-    layers = [each for each in model.modules() if class_name(each).endswith("DecoderLayer")]
-    known = {f"{each.name}DecoderLayer" for each in ARCHITECTURES.values() if each.block.rms}
-    others = (each for each in layers if not isinstance(each, DecoderLayer))
-    return layers if all(library_of(m) == "transformers" and class_name(m) in known for m in others) else []
-
-
-def spare_search(model: nn.Module) -> None:
-    """Let each call of `model` with tokens alone spare transformers the search of `_find_cache`."""
-    if layers := decoder_layers(model):
-        model.register_forward_pre_hook(
-            lambda model, args, kwargs: (args, kwargs | _find_cache(model, layers, args, kwargs)), with_kwargs=True
-        )
-
-
-def _find_cache(model: Any, layers: list[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A cache as an argument of `model`, in which its layers store nothing; empty where transformers needs none.
-
-    Without a cache and a mask, transformers looks for packed sequences in the positions of the tokens, which it has
-    just made itself, and waits for the GPU to know. Until the host has launched the first layer again, the GPU is idle.
-    """
-    if not layers or len(args) > 1 or torch.compiler.is_compiling():
-        return {}
-    uses_cache = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
-    given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", *CACHES))
-    checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
-    if uses_cache or given or checkpointed:  # a checkpointed layer warns of a cache
-        return {}
-    name = CACHES[0] if CACHES[0] in signature(model.forward).parameters else CACHES[1]
-    cache: Any = import_module("transformers").DynamicCache()
-    cache.stays_empty, cache.update = True, lambda keys, values, *_, **__: (keys, values)
-    return {name: cache}
 
 
 def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:

@@ -13,6 +13,7 @@ from octavo.nn.heads import turning
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
+    CACHES,
     Adapter,
     PrecomputedProjections,
     check_call,
@@ -354,7 +355,6 @@ class GEGLU(FusedMLP):
 
 
 SILU = ("SiLU", "SiLUActivation")
-CACHES = ("cache", "past_key_values")  # the argument of transformers from 5.24 on, and before
 
 
 def fuse_decoder_layers(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Tools for modules of other libraries: their limits, their classes, subclasses in place, shared inputs, adapters."""
+"""Tools for modules of other libraries: limits, classes, subclasses in place, shared inputs, adapters, caches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from importlib import import_module
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from octavo.architectures import ARCHITECTURES
 from octavo.checkpoint.scheme import WEIGHT_DTYPES
 from octavo.ops.launching import TENSORS
 from octavo.ops.registration import FLOATS
@@ -353,3 +356,44 @@ def parts_of_layer(module: nn.Module) -> tuple[nn.Module, list[Adapter]] | None:
     """`AdaptedLayer.parts`; another module is the layer itself. None too where the module or the layer is watched."""
     found = module.parts() if isinstance(module, AdaptedLayer) else (module, [])
     return None if found is None or watched(module) or watched(found[0]) else found
+
+
+# ---- A cache for transformers, with which it does not wait for the GPU.
+
+
+CACHES = ("cache", "past_key_values")  # the argument of transformers from 5.24 on, and before
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model of transformers; none if one of them may attend in another way than Llama's."""
+    layers = [each for each in model.modules() if class_name(each).endswith("DecoderLayer")]
+    known = {("transformers", f"{each.name}DecoderLayer") for each in ARCHITECTURES.values() if each.block.rms}
+    classes = (parts_of(own_class(each))[-1] for each in layers)  # without ours
+    return layers if all((cls.__module__.partition(".")[0], cls.__name__) in known for cls in classes) else []
+
+
+def spare_search(model: nn.Module) -> None:
+    """Let each call of `model` with tokens alone spare transformers the search of `find_cache`."""
+    if layers := decoder_layers(model):
+        model.register_forward_pre_hook(
+            lambda model, args, kwargs: (args, kwargs | find_cache(model, layers, args, kwargs)), with_kwargs=True
+        )
+
+
+def find_cache(model: Any, layers: list[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A cache as an argument of `model`, in which its layers store nothing; empty where transformers needs none.
+
+    Without a cache and a mask, transformers looks for packed sequences in the positions of the tokens, which it has
+    just made itself, and waits for the GPU to know. Until the host has launched the first layer again, the GPU is idle.
+    """
+    if not layers or len(args) > 1 or torch.compiler.is_compiling():
+        return {}
+    uses_cache = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", *CACHES))
+    checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+    if uses_cache or given or checkpointed:  # a checkpointed layer warns of a cache
+        return {}
+    name = CACHES[0] if CACHES[0] in signature(model.forward).parameters else CACHES[1]
+    cache: Any = import_module("transformers").DynamicCache()
+    cache.stays_empty, cache.update = True, lambda keys, values, *_, **__: (keys, values)
+    return {name: cache}

@@ -45,7 +45,8 @@ from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, tokeniz
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from octavo.nn import Conversion, convert, use_fp8_attention
-from octavo.nn.fused_loss import find_head, spare_search
+from octavo.nn.fused_loss import find_head
+from octavo.nn.module_tools import spare_search
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
