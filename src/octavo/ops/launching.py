@@ -86,15 +86,13 @@ def repeat(name: str, values: Sequence[Any], compute: Callable[..., Any], *args:
     if len(set(addresses)) < len(addresses):
         kinds += map(addresses.index, addresses)  # which of them are the same
     key = tuple(kinds)
-    known = _recorded.get(key)
-    if recording.get() is not None or (known is None and key in _recorded):
-        return compute(*args)
-    if known is not None:
+    if recording.get() is None and (known := _recorded.get(key)) is not None:
         try:
             return known.repeat(tensors, addresses)
         except (AttributeError, TypeError):  # a Triton whose launcher takes other arguments
             _recorded[key] = None
-            return compute(*args)
+    if recording.get() is not None or key in _recorded:
+        return compute(*args)
     token = recording.set(call := Recording(tensors))
     try:
         results = compute(*args)
@@ -112,26 +110,24 @@ class Recording:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.known = list(tensors)  # the arguments, then what is allocated; none when the call has ended
-        self.given, self.device, self.single = len(tensors), tensors[0].get_device(), True
         self.memory: list[Callable[[], Tensor]] = []
-        self.launches: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int, Any]]]] = []
+        self.launches: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]]]] = []
         self.results: list[tuple[int, torch.dtype | None]] = []  # places of tensors, and dtypes of views
 
     def note_memory(self, made: Tensor, zero: bool) -> None:
         self.known.append(made)
-        given = tuple(made.shape), made.stride(), made.dtype
         guards: Any = torch._C._dynamo.guards  # its function of Inductor takes a third of the time of `torch.empty`
+        empty = partial(guards._empty_strided_cuda, tuple(made.shape), made.stride(), made.dtype)
         zeros = partial(torch.zeros, made.shape, dtype=made.dtype, device=made.device)
-        self.memory.append(zeros if zero else partial(guards._empty_strided_cuda, *given))
+        self.memory.append(zeros if zero else empty)
 
     def note_launch(self, run: Callable[..., Any], values: list[Any]) -> None:
         pointers = []
         for at, arg in enumerate(values):
             base = arg if isinstance(arg, Tensor) else getattr(arg, "base", None)
             if base is not None:  # a tensor, or a descriptor of one, which Triton encodes at each launch
-                described = None if base is arg else partial(SimpleNamespace, **vars(arg) | {"base": None})
-                pointers.append((at, self.place(base), described))
-                values[at] = None
+                pointers.append((at, self.place(base)))
+                values[at] = None if base is arg else partial(SimpleNamespace, **vars(arg) | {"base": None})
         self.launches.append((run, values, pointers))
 
     def place(self, t: Tensor) -> int:
@@ -140,31 +136,35 @@ class Recording:
 
     def ends(self, results: Any) -> bool:
         """True if the call, which gave these results, can be repeated."""
-        got = {place for _, _, pointers in self.launches for _, place, _ in pointers} | {*range(self.given)}
+        got = {place for _, _, pointers in self.launches for _, place in pointers}
+        got |= {*range(len(self.known) - len(self.memory))}
         fits = len(self.launches) > 0 and -1 not in got
         for result in results if isinstance(results, tuple) else (results,):
-            place = -1 if result is None else self.place(result)
-            made = self.known[place]
-            viewed = result is not None and result.dtype != made.dtype
-            self.results.append((place, result.dtype if viewed else None))
-            given = place in got or (place >= 0 and made.numel() == 0)
-            fits &= result is None or (given and made.shape == result.shape)
-        self.single, self.known = not isinstance(results, tuple), []
+            place, dtype = -1, None
+            if result is not None:
+                place = self.place(result)
+                made = self.known[place]
+                dtype = None if made.dtype == result.dtype else result.dtype
+                fits &= (place in got or made.numel() == 0) and made.shape == result.shape
+            self.results.append((place, dtype))
+        self.known = []
         return fits
 
     def repeat(self, tensors: list[Any], addresses: list[int]) -> Any:
         """The results for other tensors of the same kind."""
-        tensors += [make() for make in self.memory]
-        addresses += [each.data_ptr() for each in tensors[self.given :]]
-        stream = _current_stream(self.device)
+        made = [make() for make in self.memory]
+        tensors += made
+        addresses += [each.data_ptr() for each in made]
+        stream = _current_stream(tensors[0].get_device())
         for run, template, pointers in self.launches:
             values = template.copy()
-            for at, place, described in pointers:
-                values[at] = addresses[place] if described is None else described(base=tensors[place])
+            for at, place in pointers:
+                describe = template[at]
+                values[at] = addresses[place] if describe is None else describe(base=tensors[place])
             run(stream, *values)
         tensors.append(None)  # the place -1
         found = [tensors[place] if dtype is None else tensors[place].view(dtype) for place, dtype in self.results]
-        return found[0] if self.single else tuple(found)
+        return found[0] if len(found) == 1 else tuple(found)
 
 
 # ---- Compiling Triton kernels in several threads, before they are first launched.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from hashlib import sha256
@@ -35,8 +35,8 @@ from octavo.version import __version__
 
 # ---- Calls of our operations, without PyTorch's dispatcher where nothing traces, records or transforms the call.
 #
-# On a CPU a direct call with its checks takes 3.3 µs, and one through the dispatcher, without these, 6.0 (4.0 if the
-# operation mutates). A step makes hundreds of calls, and their time decides that of an eager step and of decoding.
+# On a CPU a direct call with its checks takes 3.3 µs, and one through the dispatcher some 6. A step makes hundreds of
+# calls, and their time decides that of an eager step and of decoding.
 
 
 PLAIN = TENSORS | {int, float, bool, str, torch.dtype, type(None)}
@@ -93,7 +93,6 @@ class Operation(Generic[Result]):
         names += [("after", Tensor | None)] * after
 
         def run(*args: Any) -> Any:
-            self._count_writes(args)
             return self.fill(*args)
 
         parameters = [inspect.Parameter(name, given[0].kind, annotation=kind) for name, kind in names]
@@ -107,23 +106,27 @@ class Operation(Generic[Result]):
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
             return self.overload(*args)
-        values = (*args[0], *args[1:]) if type(args[0]) is list else args
+        values = (*args[0], *args[1:]) if self._stacked else args
         if not _is_plain(values):
             self._checked(args)
             return self.overload(*args)
-        if self._mutated:
-            self._count_writes(args)
-        return self._repeat(args, values, self._checked)
+        return self._results(args, values, plain=True)
 
-    def _repeat(self, args: tuple[Any, ...], values: tuple[Any, ...], read: Function) -> Any:
-        """The results. `values` are the arguments one by one, of which `read` makes those of the function."""
+    def _results(self, args: tuple[Any, ...], values: tuple[Any, ...], plain: bool) -> Any:
+        """The results. `values` are the arguments one by one; `plain` is what `_is_plain` says of them."""
         first = values[0]
-        if first.is_cuda and first.get_device() == torch._C._cuda_getDevice() and self.repeats(*args):
-            return repeat(self.name, values, self._run, args, read)
-        return self._run(args, read)
+        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(first.device):  # Triton launches on the current device
+                return self._results(args, values, plain)
+        if self._mutated:  # autograd notices that a tensor it may have saved changes
+            increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
+        if plain and first.is_cuda and self.repeats(*args):
+            return repeat(self.name, values, self._compute, args)
+        return self._compute(args)
 
-    def _run(self, args: tuple[Any, ...], read: Function) -> Any:
-        return self._compute(read(self._pack(args)))
+    def _compute(self, args: tuple[Any, ...]) -> Any:
+        given = self._checked(self._pack(args))
+        return (self.kernel if self.kernels and self.runs(*given) else self.function)(*given)
 
     @cached_property
     def kernel(self) -> Function:
@@ -131,30 +134,20 @@ class Operation(Generic[Result]):
         return getattr(import_module(f"octavo.ops.kernels.{self.kernels}"), self.name)
 
     def inlines(self, *args: Any) -> bool:
-        """True if the function consists of views, allocations and kernel launches for these arguments, or
-        `compiles_alike`."""
+        """True if the function consists of views, allocations and kernel launches for these arguments, or if Inductor
+        may compile it: the reference of E2M1, for a GPU."""
         given = self._read(args)
-        return not self.mutates and (bool(self._inlines(*given)) or compiles_alike(given))
+        first = args[0][0] if self._stacked else args[0]
+        compiles_alike = first.is_cuda and any(getattr(each, "fmt", each) is E2M1 for each in given)
+        return not self.mutates and (bool(self._inlines(*given)) or compiles_alike)
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
-        values = (*args[0], *args[1:]) if type(args[0]) is list else args
-        results = self._repeat(args, values, self._read) if _is_plain(values) else self._run(args, self._read)
+        values = (*args[0], *args[1:]) if self._stacked else args
+        results = self._results(args, values, _is_plain(values))
         if not isinstance(results, tuple):
             return results
-        return tuple(_first(args).new_empty(0) if result is None else result for result in results)
-
-    def _count_writes(self, args: tuple[Any, ...]) -> None:
-        """Let autograd notice that a tensor it may have saved changes."""
-        increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
-
-    def _compute(self, given: list[Any]) -> Result:
-        """The results, with the device of the first tensor as the current one: Triton launches there."""
-        first = _first(given)
-        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
-            with torch.cuda.device(first.device):
-                return self._compute(given)
-        return (self.kernel if self.kernels and self.runs(*given) else self.function)(*given)
+        return tuple(values[0].new_empty(0) if result is None else result for result in results)
 
     def _pack(self, args: tuple[Any, ...]) -> Any:
         """The arguments, with contiguous tensors where there is a kernel."""
@@ -188,19 +181,6 @@ class Operation(Generic[Result]):
             end = start + len(kind._fields)
             given[start:end] = [kind(*given[start:end])]
         return given
-
-
-def compiles_alike(given: Sequence[Any]) -> bool:
-    """True if Inductor may compile the reference: that of E2M1, for a GPU."""
-    return _first(given).is_cuda and any(getattr(each, "fmt", each) is E2M1 for each in given)
-
-
-def _first(values: Sequence[Any]) -> Tensor:
-    """The first tensor among arguments, which begin with a tensor, a list of these, or a NamedTuple."""
-    first = values[0]
-    while not isinstance(first, Tensor):
-        first = first[0]
-    return first
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:
