@@ -4,6 +4,7 @@ import ctypes
 import threading
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,52 +12,39 @@ import torch
 
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.ops import launching as module
-from octavo.ops.launching import (
-    LONGEST_ROW,
-    _kind_of,
-    allocate,
-    compile_only,
-    fits,
-    has_kernels,
-    launch,
-    repeat,
-    running,
-)
+from octavo.ops.launching import LONGEST_ROW, allocate, compile_only, fits, launch, repeat
+
+
+def add(x, y, n: int) -> None:
+    """y = x + [n, 0, 0, ...], of 8 floats. Each is a tensor, a descriptor of one, or an address."""
+    tensors = (getattr(t, "base", t) for t in (x, y))
+    addresses = (t if isinstance(t, int) else t.data_ptr() for t in tensors)
+    source, target = ((ctypes.c_float * 8).from_address(address) for address in addresses)
+    target[:] = source[0] + n, *source[1:]
 
 
 class CompiledKernel:
-    """Has the name and the interface of Triton's class. It adds N to the first of 8 floats."""
+    """A kernel, and what it is compiled to: with the name and the interface of Triton's class."""
 
+    arg_names = ("x_ptr", "y_ptr", "N", "BLOCK", "EVEN")
     function, packed_metadata = "function", "metadata"
 
-    def __init__(self, kernel: "Kernel") -> None:
-        self.kernel = kernel
-
-    def run(self, *args):
-        if self.kernel.fails:
-            raise TypeError("function takes exactly 12 arguments")
-        *fixed, x, y, n, block, even = args
-        self.kernel.calls.append(("compiled", *fixed, n, block, even))
-        x, y = (t if isinstance(t, int) else t.base.data_ptr() for t in (x, y))
-        ctypes.memmove(y, x, 32)
-        ctypes.cast(y, ctypes.POINTER(ctypes.c_float))[0] += n
-
-
-class Kernel:
-    arg_names = ("x_ptr", "y_ptr", "N", "BLOCK", "EVEN")
-
-    def __init__(self, returns: bool = True, fails: bool = False) -> None:
-        self.calls, self.returns, self.fails = [], returns, fails
+    def __init__(self, **changed: object) -> None:
+        self.calls, self.compiled = [], self
+        vars(self).update(changed)
 
     def __getitem__(self, grid):
-        def run(x, y, n, **constants):
+        def search(x, y, n, **constants):
             self.calls.append(("searched", grid, n, constants))
-            x, y = (getattr(t, "base", t) for t in (x, y))
-            y.copy_(x)
-            y[0] += n
-            return CompiledKernel(self) if self.returns else None
+            add(x, y, n)
+            return self.compiled
 
-        return run
+        return search
+
+    def run(self, *args):
+        *fixed, x, y, n, block, even = args
+        self.calls.append(("compiled", *fixed, getattr(x, "block_shape", None), n, block, even))
+        add(x, y, n)
 
 
 @pytest.fixture(autouse=True)
@@ -71,14 +59,16 @@ def described(base: torch.Tensor, *block: int):
     return SimpleNamespace(base=base, block_shape=list(block))
 
 
-def added(kernel: Kernel, x: torch.Tensor, n: int = 5, way=lambda x: x, zero: bool = False, **changed):
+GIVEN = {"EVEN": True, "BLOCK": 4, "num_warps": 8}
+
+
+def added(kernel: CompiledKernel, x: torch.Tensor, n: int = 5, way=lambda x: x, zero: bool = False, **changed):
     """x + [n, 0, 0, ...] by two launches, and its bits; `way` is how a kernel gets x."""
 
     def compute():
         y, z = allocate(x, x.shape), allocate(x, x.shape, zero=zero)
-        given = {"EVEN": True, "BLOCK": 4, "num_warps": 8} | changed
-        launch(kernel, (3, 2), way(x), y, n - 1, **given)
-        launch(kernel, (3, 2), y, z, 1, **given)
+        launch(kernel, (3, 2), way(x), y, n - 1, **GIVEN | changed)
+        launch(kernel, (3, 2), y, z, 1, **GIVEN | changed)
         return z, None, z.view(torch.int32)
 
     return repeat("added", (x, n, None, *changed.values()), compute)
@@ -87,7 +77,7 @@ def added(kernel: Kernel, x: torch.Tensor, n: int = 5, way=lambda x: x, zero: bo
 @pytest.mark.parametrize("way", [lambda x: x, lambda x: described(x[:], 4)], ids=["tensor", "descriptor"])
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_known_call_is_repeated_for_other_tensors(way, zero):
-    kernel, kept = Kernel(), []
+    kernel, kept = CompiledKernel(), []
     for _ in range(3):
         x = torch.randn(8)
         y, nothing, bits = added(kernel, x, way=way, zero=zero)
@@ -95,88 +85,91 @@ def test_a_known_call_is_repeated_for_other_tensors(way, zero):
         assert (nothing, bits.dtype, bits.data_ptr()) == (None, torch.int32, y.data_ptr())
     for x, y in kept:
         assert torch.equal(y, x + 5 * torch.eye(8)[0])
-    assert kernel.calls[0] == ("searched", (3, 2), 4, {"EVEN": True, "BLOCK": 4, "num_warps": 8})
+    assert kernel.calls[0] == ("searched", (3, 2), 4, GIVEN)
     fixed = ("compiled", 3, 2, 1, "stream of -1", "function", "metadata", None, None, None)
-    assert kernel.calls[2:] == [(*fixed, 4, 4, True), (*fixed, 1, 4, True)] * 2
+    tile = getattr(way(x), "block_shape", None)
+    assert kernel.calls[2:] == [(*fixed, tile, 4, 4, True), (*fixed, None, 1, 4, True)] * 2
     assert not any(each.known for each in module._recorded.values())  # no tensor is held
 
 
 @pytest.mark.parametrize(
     ("x", "changed"),
     [
-        *((x, {}) for x in (torch.zeros(9)[1:], torch.zeros(16)[::2], torch.zeros(8, 1), torch.zeros(8).int())),
+        *((x, {}) for x in (torch.zeros(9)[1:], torch.zeros(16)[::2], torch.zeros(9), torch.zeros(8).int())),
         *((torch.zeros(8), changed) for changed in ({"n": 6}, {"BLOCK": 8})),
     ],
 )
 def test_a_call_of_another_kind_is_computed(x, changed):
-    kernel = Kernel()
+    kernel = CompiledKernel()
     added(kernel, torch.zeros(8))
     added(kernel, x, **changed)
     assert [kind for kind, *_ in kernel.calls] == ["searched"] * 4
 
 
 def test_tensors_that_share_memory_are_another_kind():
-    kernel = Kernel()
-
-    def both(x, y):
-        def compute():
-            launch(kernel, (1,), x, y, 1, BLOCK=4, EVEN=True)
-
-        repeat("both", (x, y), compute)
-
+    kernel = CompiledKernel()
     for same in (True, False, True, False):
         x = torch.zeros(8)
         y = x if same else torch.zeros(8)
-        both(x, y)
+        repeat("both", (x, y), partial(launch, kernel, (1,), x, y, 1, **GIVEN))
         assert (float(y[0]), float(x[0])) == (1, same)
 
 
 @pytest.mark.parametrize(
     "results",
     [
-        lambda kernel, x: allocate(x, (8,)),
-        lambda kernel, x: launch(kernel, (1,), x.clone(), y := allocate(x, (8,)), 1, BLOCK=4, EVEN=True) or y,
-        lambda kernel, x: launch(kernel, (1,), x, allocate(x, (8,)), 1, BLOCK=4, EVEN=True) or allocate(x, (8,)),
-        lambda kernel, x: launch(kernel, (1,), x, y := allocate(x, (8,)), 1, BLOCK=4, EVEN=True) or y + 1,
-        lambda kernel, x: launch(kernel, (1,), x, y := allocate(x, (8,)), 1, BLOCK=4, EVEN=True) or y[:4],
+        lambda x, y, run: y,
+        lambda x, y, run: None,
+        lambda x, y, run: run(x.clone(), y),
+        lambda x, y, run: (y, run(x, allocate(x, (8,))))[0],
+        lambda x, y, run: run(x, y) + 1,
+        lambda x, y, run: run(x, y)[:4],
     ],
-    ids=["no launch", "a tensor of PyTorch", "not written", "a result of PyTorch", "a part"],
+    ids=["no launch", "nothing", "a tensor of PyTorch", "not written", "a result of PyTorch", "a part"],
 )
 def test_what_does_more_than_launch_is_computed_again(results):
-    kernel, x = Kernel(), torch.zeros(8)
+    def run(x, y):
+        launch(CompiledKernel(), (1,), x, y, 1, **GIVEN)
+        return y
+
     for _ in range(3):
-        repeat("more", (x,), results, kernel, x)
+        x = torch.zeros(8)
+        repeat("more", (x,), lambda x=x: results(x, allocate(x, (8,)), run))
     assert list(module._recorded.values()) == [None]
 
 
-@pytest.mark.parametrize("kernel", [Kernel(returns=False), Kernel(fails=True)], ids=["not compiled", "interface"])
-def test_what_is_no_compiled_kernel_of_triton_is_searched_again(kernel):
+@pytest.mark.parametrize("changed", [{"compiled": None}, {"run": lambda: None}], ids=["not compiled", "interface"])
+def test_what_is_no_compiled_kernel_of_triton_is_searched_again(changed):
+    kernel = CompiledKernel(**changed)
     for _ in range(3):
         assert added(kernel, torch.zeros(8))[0][0] == 5
     assert [kind for kind, *_ in kernel.calls] == ["searched"] * 6
 
 
-def test_a_call_within_a_recorded_one_is_part_of_it():
-    kernel = Kernel()
-    added(kernel, torch.zeros(8))
+@pytest.mark.parametrize("known", [False, True])
+def test_a_call_within_a_recorded_one_is_part_of_it(known):
+    kernel = CompiledKernel()
+    if known:
+        added(kernel, torch.zeros(8))
     for _ in range(2):
         x = torch.randn(8)
         y = repeat("outer", (x,), lambda x=x: added(kernel, x)[0])
         assert torch.equal(y, x + 5 * torch.eye(8)[0])
-    assert [kind for kind, *_ in kernel.calls] == ["searched"] * 4 + ["compiled"] * 2
+    assert [kind for kind, *_ in kernel.calls] == ["searched"] * (2 + 2 * known) + ["compiled"] * 2
+    assert len(module._recorded) == 1 + known
 
 
 def test_the_memory_of_calls_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MOST", 3)
     for n in range(9):
-        added(Kernel(), torch.zeros(8), n)
+        added(CompiledKernel(), torch.zeros(8), n)
     assert len(module._recorded) <= 3
 
 
 def test_tensors_of_two_devices_are_refused():
     """The launcher would take the address of the other device as its own."""
     with pytest.raises(ValueError, match="on one device"):
-        launch(Kernel(), (1,), torch.zeros(8), torch.zeros(8, device="meta"), 5, BLOCK=4, EVEN=True)
+        launch(CompiledKernel(), (1,), torch.zeros(8), torch.zeros(8, device="meta"), 5, **GIVEN)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -196,26 +189,22 @@ def test_memory_of_results(shape, device):
 
 
 class Recorder:
-    """Records the calls that Triton's kernels get."""
+    """Records what Triton compiles, and the threads that load it."""
 
     def __init__(self) -> None:
         self.device_caches: dict[int, list] = defaultdict(list)
         self.compiled: list[tuple] = []
-        self.threads: set[int] = set()
+        self.threads: list[int] = []
 
-    def warmup(self, *args, grid: tuple[int, ...], **constants) -> "Recorder":
-        self.threads.add(threading.get_ident())
-        self.compiled.append((*args[1:], grid, constants))
-        if constants.get("FAILS"):
+    def warmup(self, x, n: int, *, grid: tuple[int, ...], BLOCK: int) -> "Recorder":
+        self.compiled.append((grid, n, BLOCK))
+        if n < 0:
             raise ValueError("no such kernel")
         return self
 
     @property
     def run(self) -> None:
-        self.compiled.append(("loaded",))
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *args, **constants: self.compiled.append(("launched", *args[1:], grid, constants))
+        self.threads.append(threading.get_ident())
 
 
 @pytest.fixture
@@ -224,32 +213,25 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder()
 
 
-def test_each_kernel_is_compiled_once_in_another_thread(kernel: Recorder) -> None:
+def test_each_kind_is_compiled_once_in_another_thread(kernel: Recorder) -> None:
     x = torch.zeros(16)
     with compile_only():
         for n in (17, 18, 33):  # of one kind: no multiple of 16
             for first in (x, described(x, 4, 4)):
                 launch(kernel, (n,), first, n, BLOCK=2)
-    assert sorted(kernel.compiled, key=str) == [*[("loaded",)] * 2, *[(17, (17,), {"BLOCK": 2})] * 2]
+        for n, block in ((32, 2), (1, 2), (17, 4)):
+            launch(kernel, (3,), x, n, BLOCK=block)
+    assert sorted(kernel.compiled) == [((3,), 1, 2), ((3,), 17, 4), ((3,), 32, 2), ((17,), 17, 2), ((17,), 17, 2)]
+    assert len(kernel.threads) == 5
     assert threading.get_ident() not in kernel.threads
     assert list(kernel.device_caches) == [-1]
 
 
-def test_other_sizes_and_constants_are_other_kernels(kernel: Recorder) -> None:
-    x = torch.zeros(16)
-    with compile_only():
-        for n, block in ((17, 2), (32, 2), (1, 2), (17, 4)):
-            launch(kernel, (1,), x, n, BLOCK=block)
-    assert sorted(call[0] for call in kernel.compiled if call != ("loaded",)) == [1, 17, 17, 32]
-
-
 def test_an_error_leaves_the_kernel_to_its_first_launch(kernel: Recorder, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "octavo"), compile_only():
-        launch(kernel, (1,), torch.zeros(16), 5, FAILS=True)
-    assert running.get() is None
+        launch(kernel, (1,), torch.zeros(16), -1, BLOCK=2)
+    assert module.running.get() is None
     assert "no such kernel" in caplog.text
-    launch(kernel, (1,), torch.zeros(16), 5, FAILS=False)
-    assert kernel.compiled[-1] == ("launched", 5, (1,), {"FAILS": False})
 
 
 @pytest.mark.triton
@@ -263,7 +245,7 @@ def test_kinds_part_where_triton_compiles_anew():
     base = triton.backends.compiler.BaseBackend
     for one in values:
         for other in values:
-            if _kind_of(one) == _kind_of(other):
+            if module._kind_of(one) == module._kind_of(other):
                 assert specialize(base, one, False, True, True) == specialize(base, other, False, True, True)
 
 
@@ -314,10 +296,11 @@ def test_fits(cast, columns, fit):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_there_are_no_kernels_without_a_gpu(device):
-    assert not has_kernels(torch.device(device))
+    assert not module.has_kernels(torch.device(device))
 
 
 @pytest.mark.gpu
 def test_kernels_run_from_compute_capability_8_9():
     device = torch.empty(0, device="cuda").device
-    assert has_kernels(device) == (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9))
+    capable = torch.cuda.get_device_capability(device) >= (8, 9)
+    assert module.has_kernels(device) == (torch.version.hip is None and capable)

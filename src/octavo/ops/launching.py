@@ -73,6 +73,8 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def repeat(name: str, values: Sequence[Any], compute: Callable[..., Any], *args: Any) -> Any:
     """compute(*args), the results of an operation for `values`, which begin with a tensor on the current device."""
+    if recording.get() is not None:  # a part of another call
+        return compute(*args)
     kinds: list[Any] = [name]
     tensors: list[Any] = []
     addresses: list[int] = []
@@ -86,12 +88,12 @@ def repeat(name: str, values: Sequence[Any], compute: Callable[..., Any], *args:
     if len(set(addresses)) < len(addresses):
         kinds += map(addresses.index, addresses)  # which of them are the same
     key = tuple(kinds)
-    if recording.get() is None and (known := _recorded.get(key)) is not None:
+    if (known := _recorded.get(key)) is not None:
         try:
             return known.repeat(tensors, addresses)
         except (AttributeError, TypeError):  # a Triton whose launcher takes other arguments
             _recorded[key] = None
-    if recording.get() is not None or key in _recorded:
+    if key in _recorded:
         return compute(*args)
     token = recording.set(call := Recording(tensors))
     try:
@@ -137,7 +139,6 @@ class Recording:
     def ends(self, results: Any) -> bool:
         """True if the call, which gave these results, can be repeated."""
         got = {place for _, _, pointers in self.launches for _, place in pointers}
-        got |= {*range(len(self.known) - len(self.memory))}
         fits = len(self.launches) > 0 and -1 not in got
         for result in results if isinstance(results, tuple) else (results,):
             place, dtype = -1, None
