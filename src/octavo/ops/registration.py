@@ -134,12 +134,10 @@ class Operation(Generic[Result]):
         return getattr(import_module(f"octavo.ops.kernels.{self.kernels}"), self.name)
 
     def inlines(self, *args: Any) -> bool:
-        """True if the function consists of views, allocations and kernel launches for these arguments, or if Inductor
-        may compile it: the reference of E2M1, for a GPU."""
+        """True if the function consists of views, allocations and kernel launches for these arguments, or
+        `compiles_alike`."""
         given = self._read(args)
-        first = args[0][0] if self._stacked else args[0]
-        compiles_alike = first.is_cuda and any(getattr(each, "fmt", each) is E2M1 for each in given)
-        return not self.mutates and (bool(self._inlines(*given)) or compiles_alike)
+        return not self.mutates and (bool(self._inlines(*given)) or compiles_alike(given))
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
@@ -181,6 +179,11 @@ class Operation(Generic[Result]):
             end = start + len(kind._fields)
             given[start:end] = [kind(*given[start:end])]
         return given
+
+
+def compiles_alike(given: list[Any]) -> bool:
+    """True if Inductor may compile the reference: that of E2M1, for a GPU."""
+    return tree_leaves(given)[0].is_cuda and any(getattr(each, "fmt", each) is E2M1 for each in given)
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:
