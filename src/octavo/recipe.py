@@ -32,7 +32,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -461,13 +461,7 @@ RecipeName = Literal[
     "blockwise", "mxfp8", "groupwise", "mxfp4", "nvfp4",
 ]  # fmt: skip
 RECIPE_FILES = (".json", ".toml")  # the endings of their names
-PRESETS: dict[str, Callable[..., Recipe]] = {
-    f.__name__: f
-    for f in (
-        bf16, tensorwise, tensorwise_rotated, rowwise, rowwise_dw_bf16, rowwise_forward, delayed, blockwise, mxfp8,
-        groupwise, mxfp4, nvfp4,
-    )
-}  # fmt: skip
+PRESETS: dict[str, Callable[..., Recipe]] = {name: globals()[name] for name in get_args(RecipeName)}
 
 
 def get_recipe(recipe: str | Path | Recipe) -> Recipe:

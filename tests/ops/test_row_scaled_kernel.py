@@ -138,13 +138,14 @@ def test_experts_train_by_it_as_by_the_reference(kernels, gradients):
     assert not found[2][5].any()
 
 
-def test_the_tilings():
-    from octavo.ops.kernels.grouped_gemm import tiling_for
+def test_the_tilings(monkeypatch):
+    from octavo.ops.kernels import grouped_gemm as kernel
 
+    monkeypatch.setattr(kernel, "shared_memory", lambda device: device)
     ada, hopper = 99 * 1024, 227 * 1024
-    assert tiling_for(1, True, ada) == (64, 16, 1, 4, 4, 1)
-    assert tiling_for(64, False, hopper) == (64, 64, 1, 4, 4, 1)
-    assert tiling_for(65, True, ada) == tiling_for(1 << 20, True, ada) == (128, 128, 1, 3, 8, 1)
-    assert tiling_for(1 << 20, False, hopper) == (128, 128, 1, 4, 8, 1)
-    assert tiling_for(1 << 20, True, hopper) == (128, 256, 1, 4, 8, 1)
-    assert tiling_for(65, True, hopper) == (256, 128, 1, 4, 8, 1)
+    assert kernel.choose(1, True, ada) == (64, 16, 1, 4, 4, 1)
+    assert kernel.choose(64, False, hopper) == (64, 64, 1, 4, 4, 1)
+    assert kernel.choose(65, True, ada) == kernel.choose(1 << 20, True, ada) == (128, 128, 1, 3, 8, 1)
+    assert kernel.choose(1 << 20, False, hopper) == (128, 128, 1, 4, 8, 1)
+    assert kernel.choose(1 << 20, True, hopper) == (128, 256, 1, 4, 8, 1)
+    assert kernel.choose(65, True, hopper) == (256, 128, 1, 4, 8, 1)

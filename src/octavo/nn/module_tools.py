@@ -367,9 +367,8 @@ CACHES = ("cache", "past_key_values")  # the argument of transformers from 5.24 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model of transformers; none if one of them may attend in another way than Llama's."""
     layers = [each for each in model.modules() if class_name(each).endswith("DecoderLayer")]
-    known = {("transformers", f"{each.name}DecoderLayer") for each in ARCHITECTURES.values() if each.block.rms}
-    classes = (parts_of(own_class(each))[-1] for each in layers)  # without ours
-    return layers if all((cls.__module__.partition(".")[0], cls.__name__) in known for cls in classes) else []
+    known = {f"{each.name}DecoderLayer" for each in ARCHITECTURES.values() if each.block.rms}
+    return layers if all(library_of(m) == "transformers" and class_name(m) in known for m in layers) else []
 
 
 def spare_search(model: nn.Module) -> None:

@@ -199,6 +199,5 @@ def _scaled_mm(
         y = block_scaled_gemm.dequantized_mm(operands, bias, out_dtype)
     else:
         dtype = returned_dtype(backend, operands.by_a, out_dtype)
-        y = scaled_mm_cublaslt(operands, bias, dtype, fast)
-        y = y if dtype == out_dtype else y.to(out_dtype)
+        y = scaled_mm_cublaslt(operands, bias, dtype, fast).to(out_dtype)
     return y if residual is None else y + residual

@@ -133,12 +133,7 @@ def _layout(b: Tensor) -> tuple[int, int]:
 
 def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
     """The tiling for so many rows of the right operand on `device`."""
-    return tiling_for(rows, fast, shared_memory(device))
-
-
-def tiling_for(rows: int, fast: bool, memory: int) -> Tiling:
-    """The tiling for so many rows of the right operand, on a GPU with so many bytes of shared memory for a program."""
-    left, right, warps = 128, 128, 8
+    left, right, warps, memory = 128, 128, 8, shared_memory(device)
     if rows <= SMALL_M:
         left, right, warps = 64, max(16, power_of_two_above(rows)), 4
     elif fast and memory >= 3 * _bytes(128, 256):  # promoted sums need a second set of registers
