@@ -27,8 +27,8 @@ TENSORS = frozenset((Tensor, Parameter))  # those that hold numbers; subclasses 
 
 
 def allocate(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None, *, zero: bool = False) -> Tensor:
-    """A contiguous tensor on the device of `like`, zeros or not initialized, in its dtype by default. Kernels alone
-    may write to it, and no operation of PyTorch."""
+    """A contiguous tensor on the device of `like`, zeros or not initialized, in its dtype by default. A call in which
+    PyTorch writes to it, and not a kernel, is not repeated."""
     make = like.new_zeros if zero else like.new_empty
     made: Tensor = make(tuple(shape), dtype=like.dtype if dtype is None else dtype)
     if (call := recording.get()) is not None:
@@ -61,8 +61,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 # place of tensors. They need no checks, no choice of tiles and no arithmetic of sizes.
 #
 # A call that did anything else is not repeated: no kernel ran, one got a tensor that is neither an argument nor from
-# `allocate`, or a result is such a tensor or one that no kernel got. Triton's hooks of launches, which its profiler
-# Proton sets, see the first call of each kind only.
+# `allocate`, PyTorch wrote to one from `allocate`, or a result is a tensor that no kernel got. Triton's hooks of
+# launches, which its profiler Proton sets, see the first call of each kind only.
 
 
 MOST = 10_000  # calls recorded at a time; their sizes depend on the number of tokens
@@ -139,7 +139,9 @@ class Recording:
     def ends(self, results: Any) -> bool:
         """True if the call, which gave these results, can be repeated."""
         got = {place for _, _, pointers in self.launches for _, place in pointers}
-        fits = len(self.launches) > 0 and -1 not in got
+        memory = self.known[len(self.known) - len(self.memory) :]
+        written = any(made._version for made in memory if not made.is_inference())  # by PyTorch: kernels count nothing
+        fits = len(self.launches) > 0 and -1 not in got and not written
         for result in results if isinstance(results, tuple) else (results,):
             place, dtype = -1, None
             if result is not None:

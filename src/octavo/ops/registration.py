@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from hashlib import sha256
@@ -106,26 +106,30 @@ class Operation(Generic[Result]):
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
             return self.overload(*args)
-        values = (*args[0], *args[1:]) if self._stacked else args
-        if not _is_plain(values):
+        if not (plain := _is_plain(self._values(args))):
             self._checked(args)
             return self.overload(*args)
-        return self._results(args, values, plain=True)
+        return self._results(args, plain)
 
-    def _results(self, args: tuple[Any, ...], values: tuple[Any, ...], plain: bool) -> Any:
-        """The results. `values` are the arguments one by one; `plain` is what `_is_plain` says of them."""
-        first = values[0]
+    def _values(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments one by one."""
+        return (*args[0], *args[1:]) if self._stacked else args
+
+    def _results(self, args: Sequence[Any], plain: bool) -> Any:
+        """The results. `plain` is what `_is_plain` says of the arguments."""
+        first = args[0][0] if self._stacked else args[0]
         if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(first.device):  # Triton launches on the current device
-                return self._results(args, values, plain)
+                return self._results(args, plain)
         if self._mutated:  # autograd notices that a tensor it may have saved changes
             increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
+        args = self._pack(args)
         if plain and first.is_cuda and self.repeats(*args):
-            return repeat(self.name, values, self._compute, args)
+            return repeat(self.name, self._values(args), self._compute, args)
         return self._compute(args)
 
-    def _compute(self, args: tuple[Any, ...]) -> Any:
-        given = self._checked(self._pack(args))
+    def _compute(self, args: Sequence[Any]) -> Any:
+        given = self._checked(args)
         return (self.kernel if self.kernels and self.runs(*given) else self.function)(*given)
 
     @cached_property
@@ -141,27 +145,24 @@ class Operation(Generic[Result]):
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
-        values = (*args[0], *args[1:]) if self._stacked else args
-        results = self._results(args, values, _is_plain(values))
+        values = self._values(args)
+        results = self._results(args, _is_plain(values))
         if not isinstance(results, tuple):
             return results
         return tuple(values[0].new_empty(0) if result is None else result for result in results)
 
-    def _pack(self, args: tuple[Any, ...]) -> Any:
+    def _pack(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with contiguous tensors where there is a kernel."""
-        packed = list(args)
         for i in self._packed:
-            if (tensor := packed[i]) is not None and not tensor.is_contiguous():
-                packed[i] = tensor.contiguous()
-        if self._stacked:
-            packed[0] = [x.contiguous() for x in packed[0]]
-        return packed
+            if (tensor := args[i]) is not None and not tensor.is_contiguous():
+                args = (*args[:i], tensor.contiguous(), *args[i + 1 :])
+        return ([x.contiguous() for x in args[0]], *args[1:]) if self._stacked else args
 
     def _fake(self, *args: Any) -> Any:
         register_lowerings()
         return self.like(*self._checked(args))
 
-    def _checked(self, args: tuple[Any, ...]) -> list[Any]:
+    def _checked(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of the function, which takes them. A kernel writes to contiguous tensors only."""
         given = self._read(args)
         self.check(*given)
@@ -170,7 +171,7 @@ class Operation(Generic[Result]):
                 raise ValueError(f"{self.name} writes to {name}, which must be contiguous: call .contiguous() before")
         return given
 
-    def _read(self, args: tuple[Any, ...]) -> list[Any]:
+    def _read(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of the function, from those of the schema."""
         given = list(args[:-1] if self.after else args)
         for i, read in self._readers:
@@ -186,7 +187,7 @@ def compiles_alike(given: list[Any]) -> bool:
     return tree_leaves(given)[0].is_cuda and any(getattr(each, "fmt", each) is E2M1 for each in given)
 
 
-def _is_plain(values: tuple[Any, ...]) -> bool:
+def _is_plain(values: Sequence[Any]) -> bool:
     """True if only the function sees the call.
 
     No mode or transform is on (fake tensors, torch.func, torch.jit.trace, a profiler of FLOPs). All tensors hold
