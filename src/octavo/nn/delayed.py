@@ -86,7 +86,7 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
 def update_scales(model: nn.Module, *, skipped: Tensor | None = None) -> None:
     """Finish a step of delayed scaling: call it after each optimizer step. Does nothing for other recipes.
 
-    Where `skipped`, a bool [] on the device, is True, the step changed no weight, and its amax values are dropped.
+    Where `skipped`, a bool [], is True, the step changed no weight, and its amax values are dropped.
     Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are reduced over
     all ranks, by one small all-reduce for each dimension of the mesh. So every rank must call this.
 
@@ -108,7 +108,7 @@ def update_scales(model: nn.Module, *, skipped: Tensor | None = None) -> None:
     found = [history for group in groups.values() for history in group]
     amax = torch.stack([history.pending for history in found])
     if skipped is not None:
-        amax = amax.masked_fill(skipped, 0)
+        amax = amax.masked_fill(skipped.to(amax.device), 0)
     for mesh in dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")):
         for ranks in mesh.get_all_groups():
             dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
