@@ -124,8 +124,9 @@ def test_tensors_that_share_memory_are_another_kind():
         lambda x, y, run: (y, run(x, allocate(x, (8,))))[0],
         lambda x, y, run: run(x, y) + 1,
         lambda x, y, run: run(x, y)[:4],
+        lambda x, y, run: run(x, y).add_(1),
     ],
-    ids=["no launch", "nothing", "a tensor of PyTorch", "not written", "a result of PyTorch", "a part"],
+    ids=["no launch", "nothing", "a tensor of PyTorch", "not written", "a result of PyTorch", "a part", "a write"],
 )
 def test_what_does_more_than_launch_is_computed_again(results):
     def run(x, y):

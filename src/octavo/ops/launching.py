@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: when they can run, on which GPU, in which tiles, and compiled ahead."""
+"""Launches of Triton kernels: repeated with other tensors, when they can run, in which tiles, and compiled ahead."""
 
 from __future__ import annotations
 
