@@ -265,7 +265,8 @@ class StepNumbers(NamedTuple):
 
 
 class RecentSteps:
-    """The steps since the last call of `read`; but in FP16 `bad`, a bool [], says if a gradient was not finite."""
+    """The steps since the last call of `read`. `bad`, a bool [], is True if one of them had a gradient that was not
+    finite. In FP16 the scaler decides, and `bad` is None."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, Tensor, Tensor]] = []
