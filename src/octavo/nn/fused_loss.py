@@ -135,7 +135,7 @@ def _like(x: Tensor, weight: Tensor, labels: Tensor, count: Tensor, dtype: torch
     return count.new_empty(()), dx, weight.new_empty(weight.shape) if wants_w else x.new_empty(0)
 
 
-@operation(like=_like)
+@operation(like=_like, repeats=lambda *_: False)
 def _linear_cross_entropy(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [V, K]

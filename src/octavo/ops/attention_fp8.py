@@ -212,7 +212,7 @@ def _like_backward(dy: Tensor, heads: Heads, *rest: Any) -> tuple[Tensor, ...]:
     return *(_by_token(x, rest[-1]) for x in heads), dy.new_empty(3, dtype=torch.float32)
 
 
-@operation(check=_check, like=_like)
+@operation(check=_check, like=_like, repeats=lambda *_: False)
 def _fp8_attention(
     heads: Heads, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,7 +227,7 @@ def _fp8_attention(
     return kernel.attend(*values)
 
 
-@operation(check=_check_backward, like=_like_backward)
+@operation(check=_check_backward, like=_like_backward, repeats=lambda *_: False)
 def _fp8_attention_backward(
     dy: Tensor, heads: Heads, o: Tensor, stats: Tensor, scales: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -56,7 +56,7 @@ def operands_of(a: QTensor, b: QTensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
     return a.data, b.data, a.scale, b.scale, a.granularity.name, b.granularity.name
 
 
-@operation(like=lambda y, u, b: None, mutates=("y",))
+@operation(like=lambda y, u, b: None, mutates=("y",), repeats=lambda *_: False)
 def add_product(y: Tensor, u: Tensor, b: Tensor) -> None:
     """y [M, N] += u [M, R] @ b [N, R]^T, in place and in one dtype: with a narrow u, y is read and written once.
 

@@ -312,8 +312,8 @@ def operation(**options: Any) -> Callable[[Callable[..., Result]], Operation[Res
         after: the schema ends with a tensor `after`, which is not read (`octavo.ops.transpose`).
         strided: the names of arguments that reference and kernel get as they are. The others are made contiguous, and
             those that are written to must be.
-        repeats: False for arguments, those of the schema, of which a library computes the results: such a call is not
-            recorded (`octavo.ops.launching.repeat`).
+        repeats: False for arguments, those of the schema, of which a library or other operations compute the results.
+            Such a call is not recorded (`octavo.ops.launching.repeat`): that would keep its memory until it ends.
     """
     return lambda function: Operation(function, **options)
 
