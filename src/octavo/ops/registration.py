@@ -35,8 +35,8 @@ from octavo.version import __version__
 
 # ---- Calls of our operations, without PyTorch's dispatcher where nothing traces, records or transforms the call.
 #
-# On a CPU a direct call with its checks takes 3.3 µs, and one through the dispatcher some 6. A step makes hundreds of
-# calls, and their time decides that of an eager step and of decoding.
+# On a CPU a direct call of `multiply` takes 4.7 µs, and one through the dispatcher 6.1. A step makes hundreds of calls,
+# and their time decides that of an eager step and of decoding.
 
 
 PLAIN = TENSORS | {int, float, bool, str, torch.dtype, type(None)}
@@ -106,10 +106,7 @@ class Operation(Generic[Result]):
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
             return self.overload(*args)
-        if not (plain := _is_plain(self._values(args))):
-            self._checked(args)
-            return self.overload(*args)
-        return self._results(args, plain)
+        return self._results(args, plain=True) if _is_plain(self._values(args)) else self.overload(*args)
 
     def _values(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments one by one."""

@@ -9,6 +9,7 @@ import json
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -294,9 +295,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             for lock in run.path.glob(".step-*.lock"):
                 lock.unlink()
 
-    def save(self, state: TrainState) -> None:
-        """Begin to write the checkpoint of `state.step`, after the one before it is done."""
+    def save(self, state: TrainState) -> float:
+        """Begin to write the checkpoint of `state.step`. Returns the seconds it waited for the one before."""
+        began = time.perf_counter()
         self.wait()
+        waited = time.perf_counter() - began
         stems = {
             _stem(state.model): saved_weights(state.model),
             "optimizer": optimizer_state(state.model, state.optimizer),
@@ -309,6 +312,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         texts = {"train.json": json.dumps(described, indent=2) + "\n"} | adapter_config(state.model)
         target = self.run.checkpoint(state.step)
         self._pending = _in_background(lambda: self._write(target, tensors, texts))
+        return waited
 
     @property
     def failed(self) -> bool:

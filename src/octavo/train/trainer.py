@@ -96,6 +96,10 @@ class Trainer:
         """True if a layer of the model scales by a history."""
         return next(histories(self.model), None) is not None
 
+    @cached_property
+    def flops_per_token(self) -> float | None:
+        return step_metrics.flops_per_token(self.model, self.config.context)
+
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
         config, state = self.config, self.state
@@ -144,13 +148,10 @@ class Trainer:
                 with clock.paused():
                     if evaluates:
                         evaluation = self._evaluate_and_sample(metrics)
-                    if saves:
-                        began = time.perf_counter()
-                        checkpoints.wait()
-                        if (waited := time.perf_counter() - began) >= 1:
-                            said = f"waited {waited:.0f} s for the disk to take the checkpoint before: raise save_every"
-                            processes.print_line(self.console, f"step {state.step}: {said}")
-                        checkpoints.save(state)
+                    waited = checkpoints.save(state) if saves else 0.0
+                    if waited >= 1:
+                        said = f"waited {waited:.0f} s for the disk to take the checkpoint before: raise save_every"
+                        processes.print_line(self.console, f"step {state.step}: {said}")
         self.watch = None
         return Result(state.step, evaluation, interrupted)
 
@@ -236,8 +237,7 @@ class Trainer:
             each = record["tokens_per_second"] / processes.world_size()
             if processes.world_size() > 1:
                 record["tokens_per_second_per_gpu"] = each
-            flops = step_metrics.flops_per_token(self.model, config.context)
-            if (share := step_metrics.mfu(flops, each, state.device)) is not None:
+            if (share := step_metrics.mfu(self.flops_per_token, each, state.device)) is not None:
                 record["mfu"] = share
             left = seconds / steps * (config.steps - state.step)
             step_metrics.show_progress(self.console, state.step, config.steps, record, left)
