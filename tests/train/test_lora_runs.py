@@ -25,7 +25,8 @@ FILES = ["adapter_config.json", "adapter_model.safetensors", "checksums.json", "
 
 
 # Each kind of base: a model of `tiny_models`, and how it is packed. Llama has 14 linear layers below its head.
-BASES = {"bf16": ("llama", {}), "packed": ("llama", {"scheme": "channel"}), "experts": ("qwen3moe", {})}
+BASES = {"bf16": ("llama", {}), "packed": ("llama", {"scheme": "channel"}), "experts": ("qwen3moe", {}),
+         "gpt2": ("gpt2", {})}  # fmt: skip
 
 
 @pytest.fixture(params=["bf16", "packed"])
@@ -60,7 +61,6 @@ def test_adapters_alone_train_and_peft_opens_them(begin, records, base, tmp_path
     losses = list(records(tmp_path / "run").values())
     assert losses[-1] < losses[0] - 0.05
     assert same_bits({name: trainer.model.state_dict()[name] for name in frozen}, frozen)
-
     checkpoint = tmp_path / "run" / "step-00000006"
     assert sorted(path.name for path in checkpoint.iterdir()) == FILES
     theirs = opened_by_peft(base, checkpoint)
@@ -126,6 +126,7 @@ REFUSED = [  # settings, the kind of base, and what the error says
     ({"lora": 100_000}, "packed", "lora 100000 requires layers with as many features; got model.layers.0."),
     ({"recipe": "tensorwise"}, "packed", "its layers compute by its schemes: leave recipe, skip,"),
     ({}, "experts", "model.layers.0.mlp.experts (2 such modules) has stacked experts; PEFT would add"),
+    ({"targets": ("c_attn",)}, "gpt2", "lora requires an nn.Linear below the head, and this model has none: leave"),
 ]
 
 

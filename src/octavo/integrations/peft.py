@@ -89,11 +89,12 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
     """Put adapters of `dtype` around the linear layers of `model`, in place, and freeze all other parameters.
 
     `targets` are names of layers or their last parts, as PEFT takes them; none are all linear layers but heads and
-    routers. `base` is the folder of the model, for those who open the saved adapters. A ValueError for a target that is
-    no linear layer, for a rank above the smallest side of these layers, and without targets for a model of experts,
-    whose matrices take no adapters.
+    routers. `base` is the folder of the model, for those who open the saved adapters. A ValueError for a model without
+    such layers, for a target that is none, for a rank above the smallest side of these layers, and without targets for
+    a model of experts, whose matrices take no adapters.
     """
-    layers = adaptable(model)
+    if not (layers := adaptable(model)):
+        raise ValueError("lora requires an nn.Linear below the head, and this model has none: leave lora out")
     chosen = [name for name in layers if not targets or f".{name}".endswith(tuple(f".{each}" for each in targets))]
     if unknown := [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in chosen)]:
         raise ValueError(f"targets has {unknown[0]!r}, and the linear layers are {', '.join(_kinds(layers))}")
@@ -104,8 +105,8 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
             f"leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
         )
     sides = {name: min(shape_of(layers[name])) for name in chosen}
-    narrowest = min(sides, key=sides.__getitem__, default="")
-    if narrowest and rank > sides[narrowest]:
+    narrowest = min(sides, key=sides.__getitem__)
+    if rank > sides[narrowest]:
         raise ValueError(
             f"lora {rank} requires layers with as many features; got {narrowest} with {sides[narrowest]}: give at most "
             "that, or the targets without it"
@@ -122,12 +123,9 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers of a model, converted, packed or plain, by name; no heads and no routers."""
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | PackedLinear)}
-    return {
-        name: layer
-        for name, layer in linears.items()
-        if id(layer.weight) not in tied and not skipped_by_name(name, *shape_of(layer), ())
-    }
+    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear | PackedLinear))
+    untied = {name: layer for name, layer in linears if id(layer.weight) not in tied}
+    return {name: layer for name, layer in untied.items() if not skipped_by_name(name, *shape_of(layer), ())}
 
 
 def _kinds(names: Iterable[str]) -> list[str]:

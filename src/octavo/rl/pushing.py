@@ -333,7 +333,8 @@ def _misfit(name: str, sources: Mapping[str, Place], held: Place, cast: Cast | N
     recipe = recipe_of(source)
     if not isinstance(packed, PackedLinear | PackedGroupedLinear) or name.endswith(".bias"):
         if recipe is not None:
-            return f"{name} is trained by {recipe.name} and served in BF16: pack it, or leave it out of octavo.convert"
+            how = "pack it (experts: --experts)" if source.tensor.ndim == 3 else "pack it"
+            return f"{name} is trained by {recipe.name} and served in BF16: {how}, or leave it out of octavo.convert"
         return ""
     scheme = packed.scheme
     if recipe is not None and recipe.repeatable_w != cast:
