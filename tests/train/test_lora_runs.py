@@ -25,13 +25,12 @@ FILES = ["adapter_config.json", "adapter_model.safetensors", "checksums.json", "
 
 
 # Each kind of base: a model of `tiny_models`, and how it is packed. Llama has 14 linear layers below its head.
-BASES = {"bf16": ("llama", {}), "packed": ("llama", {"scheme": "channel"}), "experts": ("qwen3moe", {}),
-         "gpt2": ("gpt2", {})}  # fmt: skip
+KIND = {"bf16": ("llama", {}), "packed": ("llama", {"scheme": "channel"}), "moe": ("qwen3moe", {}), "gpt": ("gpt2", {})}
 
 
 @pytest.fixture(params=["bf16", "packed"])
 def base(request, made):
-    name, how = BASES[request.param]
+    name, how = KIND[request.param]
     return made(name, **how)
 
 
@@ -125,8 +124,8 @@ REFUSED = [  # settings, the kind of base, and what the error says
     ({"optimizer.offload": True}, "bf16", "optimizer.offload True requires a run that trains all weights; got lora 4"),
     ({"lora": 100_000}, "packed", "lora 100000 requires layers with as many features; got model.layers.0."),
     ({"recipe": "tensorwise"}, "packed", "its layers compute by its schemes: leave recipe, skip,"),
-    ({}, "experts", "model.layers.0.mlp.experts (2 such modules) has stacked experts; PEFT would add"),
-    ({"targets": ("c_attn",)}, "gpt2", "lora requires an nn.Linear below the head, and this model has none: leave"),
+    ({}, "moe", "model.layers.0.mlp.experts (2 such modules) has stacked experts; PEFT would add"),
+    ({"targets": ("c_attn",)}, "gpt", "lora requires an nn.Linear below the head, and this model has none: leave"),
 ]
 
 

@@ -65,7 +65,7 @@ def linear_cross_entropy(
         recipe: "rowwise" computes the three products in FP8.
 
     Raises:
-        ValueError: another number of labels than of tokens, or a weight that is sharded in another way.
+        ValueError: another number of labels than of tokens, labels that are not int64, or another way of sharding.
     """
     group, first = "", 0
     if hasattr(weight, "device_mesh"):
@@ -73,8 +73,9 @@ def linear_cross_entropy(
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     rows, labels = x.flatten(0, -2), labels.flatten().to(x.device)
-    if len(rows) != len(labels):
-        raise ValueError(f"the loss needs a label for each token; got {len(rows)} tokens and {len(labels)} labels")
+    if len(rows) != len(labels) or labels.dtype != torch.int64:
+        got = f"{len(rows)} tokens and {len(labels)} labels in {labels.dtype}"
+        raise ValueError(f"the loss needs a label in int64 for each token; got {got}")
     ignored = labels == ignore_index
     count = (~ignored).sum() if num_items is None else torch.as_tensor(num_items, device=x.device)
     count = count.to(torch.promote_types(dtype, torch.float32)).view(())
