@@ -252,6 +252,19 @@ def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, mad
         assert sqnr(alone[0], padded[0]) > (20 if name == "packed" or warm_up else 100)
 
 
+@pytest.mark.parametrize("kv_cache", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
+def test_tokens_that_pad_a_prompt_on_its_left_change_no_scale(name, kv_cache, made):
+    found, model = [], served(name, made)
+    for token, piece in ((0, None), (3, None), (3, 4)):
+        session = Engine(model, context=16, kv_cache=kv_cache)._session(2, 16)
+        with torch.no_grad():
+            session.prefill(pad_prompts([prompt(9), prompt(5)], CPU, token), piece)
+        found.append(torch.stack([scale for store in session.cache.stores for scale in (store.k_scale, store.v_scale)]))
+    assert torch.equal(found[0], found[1])
+    assert torch.allclose(found[0], found[2], rtol=0.1)  # attention over stored keys, rounded
+
+
 def test_prompts_that_padding_would_change_are_not_padded():
     rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     models = [model_of("llama"), model_of("llama"), model_of("llama", rope_parameters=rotary)]

@@ -72,12 +72,14 @@ def check_settings(
 class Length:
     """The number of tokens of a cache, which all layers of a model share. Kernels read `tensor`, int64 without
     dimensions. `host` is the same number without a wait for the device; replays of a CUDA graph do not change it.
-    `last`, int64 [1], is the index of the last new token before padding on the right, or None without padding."""
+    `first`, int32 [B], is the first token of each sequence that is not padding on the left, and `last`, int64 [1], the
+    index of the last new token before padding on the right; None without such padding."""
 
     def __init__(self, max_tokens: int, device: torch.device | str) -> None:
         self.max_tokens = max_tokens
         self.tensor: Tensor = torch.zeros((), dtype=torch.int64, device=device)
         self.host = 0
+        self.first: Tensor | None = None
         self.last: Tensor | None = None
 
     def advance(self, tokens: int) -> None:
@@ -101,11 +103,16 @@ class Length:
         self.host = 0
 
     def unpadded(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """New keys or values [B, G, T, D], with zeros for the padding after a prompt: scales do not depend on it."""
-        if self.last is None:
+        """New keys or values [B, G, T, D], with zeros for the padding of a prompt: scales do not depend on it."""
+        tokens = new[0].shape[2]
+        at = torch.arange(tokens, device=self.tensor.device)
+        if self.first is not None:  # with padding on the left, none is on the right
+            real = (at + (self.tensor - tokens) >= self.first[:, None]).view(-1, 1, tokens, 1)
+        elif self.last is not None:
+            real = (at <= self.last)[:, None]
+        else:
             return new
-        real = torch.arange(new[0].shape[2], device=self.last.device) <= self.last
-        return tuple(torch.where(real[:, None], x, 0) for x in new)
+        return tuple(torch.where(real, x, 0) for x in new)
 
 
 class LayerKVCache:
@@ -465,7 +472,7 @@ class ModelKVCache:
         if layer == 0:
             assert self.length is not None
             self.length.advance(new)
-            self.length.last = self.last
+            self.length.first, self.length.last = self.first, self.last
         store = self.stores[layer]
         return store if self.sequences is None else store.part(self.sequences, new)
 
