@@ -12,6 +12,7 @@ import torch
 from metrics import distance
 from other_writers import CACHES, INPUT, WRITERS, know_caches, make_source
 from safetensors.torch import load_file
+from tiny_models import outputs
 from verify_examples import change_tensors, remarks
 
 import octavo
@@ -150,6 +151,22 @@ def test_verify_says_what_transformers_gets_wrong(written, source, writer, failu
     found = remarks(report)
     assert len(found) == len(patterns)
     assert all(re.search(pattern, said) for pattern, said in zip(patterns, found, strict=True))
+
+
+def test_layers_that_transformers_leaves_out_are_left_out(made, tmp_path):
+    """DeepSeek-V3's files have a layer more, number 61, that predicts a second token."""
+    pack(made("deepseekv3"), folder := tmp_path / "packed", experts=True)
+    expected = outputs(octavo.load(folder))
+    added = {"model.layers.61.eh_proj.weight": torch.ones(2, 4, dtype=torch.bfloat16)}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        added |= {name.replace("layers.1.", "layers.61."): tensor} if "layers.1." in name else {}
+    change_tensors(folder, lambda tensors: tensors.update(added))
+    with pytest.warns(UserWarning, match=rf"layers\.61\..* \({len(added)} such tensors\) has no place in the model"):
+        model = octavo.load(folder)
+    assert torch.equal(outputs(model), expected)
+    report = verify(folder, made("deepseekv3"))
+    assert report.ok, [str(finding) for finding in report.findings]
+    assert len([said for said in report.remarks if "has no place" in said]) == 1
 
 
 # ---- A folder whose scales are reciprocal: every command that reads it says so

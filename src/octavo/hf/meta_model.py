@@ -31,6 +31,7 @@ from octavo.util import cache_argument, import_extra, reading
 DESCRIPTION = "a description that a model can be built from: mend the setting, or save the model again"
 UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
 POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions", "seq_length")  # the last of Bloom
+LEFT_OUT = "{} ({}) has no place in the model, and is left out, as transformers does"
 _FEW = 1000  # layers, or experts of a layer: no more are counted against the tensors, of which one may hold many
 
 
@@ -241,6 +242,15 @@ class MetaModel:
         read = [f"{name}.{leaf}".lstrip(".") for name, m in model.named_modules() for leaf in dtypes_read(m.__class__)]
         read += [self.file_name(name) for name in read]
         return [n for n in names if n in read or any(re.search(rf"(^|\.){key}(\.|$)", n) for key in keys)]
+
+    def left_out(self, names: Iterable[str]) -> list[str]:
+        """The tensors of files, among `names`, that the model lacks and its class of transformers tells loading to
+        leave out, such as those of DeepSeek-V3's layer that predicts a second token."""
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        found = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+        needed = self.experts.split(model_tensors(self.model)) if found else {}
+        modules = {name.rpartition(".")[0] for name in needed}
+        return [name for name in found if name.rpartition(".")[0] not in modules]
 
     def file_name(self, layer: str) -> str:
         """The name that a linear layer of the model has in files."""

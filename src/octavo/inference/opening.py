@@ -33,7 +33,7 @@ from octavo.checkpoint.scheme import (
     unused_scales,
 )
 from octavo.hf import meta_model as models
-from octavo.hf.meta_model import MetaModel, is_language_model, read_meta_model, transformers_meta_model
+from octavo.hf.meta_model import LEFT_OUT, MetaModel, is_language_model, read_meta_model, transformers_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
@@ -120,6 +120,9 @@ def fill(
     While the files are read, the kernels of the model are compiled, for a cache of the dtype `kv_cache`.
     """
     disks, reader, where = meta_model.linears(), ShardReader(folder), folder / "config.json"
+    if left := meta_model.left_out(reader.specs):
+        warnings.warn(f"{folder}: {LEFT_OUT.format(left[0], plural(len(left), 'such tensor'))}", stacklevel=2)
+        reader.specs = {name: spec for name, spec in reader.specs.items() if name not in left}
     dtypes = {name.removesuffix(".weight"): spec.dtype for name, spec in reader.specs.items()}
     plain = {name for name in disks if dtypes.get(name) not in WEIGHT_DTYPES}  # a tied head has no weight of its own
     matrices = [name for name in meta_model.experts.experts if dtypes.get(name) == EXPERT_DTYPE]  # of stacks, in FP8

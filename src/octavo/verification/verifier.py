@@ -28,9 +28,16 @@ from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.comparison import LayerError
 from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
+from octavo.hf.meta_model import (
+    LEFT_OUT,
+    MetaModel,
+    is_language_model,
+    predicts_tokens,
+    random_inputs,
+    transformers_meta_model,
+)
 from octavo.hf.source import Source, open_source
-from octavo.util import Progress, choose_device, no_progress
+from octavo.util import Progress, choose_device, no_progress, plural
 from octavo.verification import layer_spec
 from octavo.verification.checks import Required, check_folder, check_weights, judge_alone
 from octavo.verification.findings import LayerReport, Report, measure_sizes
@@ -173,7 +180,11 @@ class Verification:
 
     def _find_required(self) -> Required | None:
         try:
-            return required_by(self._meta_model())
+            meta_model, files = self._meta_model(), self.files
+            if left := meta_model.left_out(files.shapes):
+                files.remarks.append(LEFT_OUT.format(left[0], plural(len(left), "such tensor")))
+                files.shapes = {name: shape for name, shape in files.shapes.items() if name not in left}
+            return required_by(meta_model)
         except ImportError:
             raise
         except Exception as error:  # a damaged config.json may raise anything
