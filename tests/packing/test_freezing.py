@@ -60,6 +60,11 @@ def test_a_model_folder_gets_the_scales_of_a_calibration(bf16, data, tmp_path):
     assert (record["warm_up"]["prompts"], record["warm_up"]["context"]) == (9, 64)
 
 
+def test_the_layers_of_an_encoder_head_are_frozen_too(made, data, tmp_path):
+    report = pack_frozen(made("bert masked"), tmp_path / "out", data, prompts=PROMPTS)
+    assert report.packed["cls.predictions.transform.dense"] == "static"
+
+
 def test_a_run_that_was_not_trained_with_delayed_is_frozen(data, tmp_path):
     model = Llama(LlamaConfig(**LLAMA))
     run = write_run(tmp_path / "run", model, model.config.to_hf(), skip=("*.down_proj",))

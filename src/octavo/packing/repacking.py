@@ -298,5 +298,7 @@ def _warm_up(
             progress(done, len(batches), "warming up")
             yield ids.to(device) if isinstance(model, Decoder) else arguments_of(model, ids.to(device))
 
-    seen = observe_inputs(measured_part(model, predicts_tokens(model)), layers, moved())
+    part = measured_part(model, predicts_tokens(model))
+    whole = set(layers.values()) - set(part.modules())  # the heads of encoders have layers that are packed too
+    seen = observe_inputs(model if whole else part, layers, moved())
     return {name: scale_from_amax(amax, schemes.STATIC_INPUTS.fmt).reshape(1).cpu() for name, amax in seen.items()}
