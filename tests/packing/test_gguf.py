@@ -297,7 +297,7 @@ def test_what_cannot_be_written(tmp_path, change, how, message):
 
 def test_sizes_without_whole_blocks(tmp_path):
     source = write_model(tmp_path / "source", "qwen2", intermediate_size=72)
-    with pytest.raises(ValueError, match=r"down_proj.weight: \[64, 72\] has no whole blocks of 32.*--weights f16"):
+    with pytest.raises(ValueError, match=r"down_proj.weight: \[64, 72\] has no whole blocks of 32.*--scheme f16"):
         export_gguf(source, tmp_path / "model.gguf")
     assert export_gguf(source, tmp_path / "model.gguf", weights="f16").types == {"f16": 15, "f32": 11}
     with pytest.raises(FileExistsError, match="choose another file"):

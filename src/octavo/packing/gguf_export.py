@@ -129,7 +129,7 @@ class _Model:
         linear = name.removesuffix(".weight") in linears and self.name(name) != "output.weight"
         if linear and weights == "q8_0" and shape[1] % _BLOCK:
             raise ValueError(
-                f"{name}: {list(shape)} has no whole blocks of {_BLOCK} along K, which q8_0 needs: --weights f16"
+                f"{name}: {list(shape)} has no whole blocks of {_BLOCK} along K, which q8_0 needs: --scheme f16"
             )
         return weights if linear else "f16"
 
