@@ -109,6 +109,8 @@ IMAGE_MODELS = {
     "clip vision": ("CLIPVisionModelWithProjection", {}),
     "siglip vision": ("SiglipVisionModel", {}),
     "swin": ("SwinForImageClassification", WINDOWS),
+    "swin v2": ("Swinv2ForImageClassification", WINDOWS),
+    "dinov3": ("DINOv3ViTModel", {}),
 }
 TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")
 """Enough bytes for nine prompts of 64."""

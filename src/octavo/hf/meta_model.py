@@ -166,8 +166,10 @@ def _rounding_cache(rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]
 
 
 def measured_part(model: Any, logits: bool) -> Any:
-    """The module whose outputs are measured: the model, or without `logits` the part below its head."""
-    return model if logits else getattr(model, "base_model", model)
+    """The module whose outputs are measured: the model, or without `logits` the part below its head. What DINOv3 calls
+    its `base_model` takes no images, and is not that part."""
+    part = model if logits else getattr(model, "base_model", model)
+    return part if part is model or model.main_input_name in inspect.signature(part.forward).parameters else model
 
 
 def is_language_model(model: Any) -> bool:

@@ -98,7 +98,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     config = read_json(path / "config.json")  # of a run: the settings of its training
     if described != path:
         return _run(RunFolder(path), config, checkpoint)
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         raise ArtifactError(f"{path} is quantized already: give the model in BF16 that it was made from")
     meta_model = transformers_meta_model(config, path)
     reader = open_model_files(path, config, meta_model)

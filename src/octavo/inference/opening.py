@@ -167,6 +167,7 @@ def _filled(
     """The model with the tensors of the files. At the end, it alone holds them: fusion copies some, and frees them."""
     folder, disks, files = reader.folder, meta_model.linears(), meta_model.experts
     kept = [name for name in meta_model.kept_wide(disks) if name in packing.schemes]
+    models.compute_buffers(meta_model.model, "cpu")  # transformers reads the dtypes of linear layers of Swin v2 for it
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, folder / "config.json"))
     # The stacks of experts need room beside their parts, which a GPU may lack.
     place = torch.device("cpu") if files.stacks else experts.device
