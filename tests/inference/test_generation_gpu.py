@@ -71,8 +71,7 @@ def test_the_tokens_are_those_of_transformers_loop_with_the_same_cache(name, kv_
 @pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_tokens_are_transformers_most_likely_ones(name, padding):
-    """The logits of transformers' own forward pass over the text: the chosen token has the largest, or one as large to
-    the precision of BF16."""
+    """The logits of transformers' own forward pass over the text: the chosen token has the largest, within BF16."""
     model, fast = pair_on_gpu(name)
     inputs = moved(batch(padding=padding))
     text = answers(fast, inputs, do_sample=False, eos_token_id=None)

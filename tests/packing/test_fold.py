@@ -111,8 +111,7 @@ def test_neither_across_gelu_nor_norms_that_come_after(tmp_path, change, part):
 
 
 def test_factors_are_smoothquants(tmp_path):
-    """Of q, k, v's norm, and of v, whose heads are shared: computed here from the weights and from what the calibration
-    saw."""
+    """Of q, k, v's norm, and of v, whose heads are shared: computed here from weights and what the calibration saw."""
     source = make(tmp_path, "llama")
     calibration = calibrated(source, tmp_path)
     fold(source, tmp_path / "out", smooth=calibration, alpha=0.7, dtype="float32")

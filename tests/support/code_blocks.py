@@ -48,8 +48,7 @@ class Block:
 
 
 def read_blocks(page: str) -> list[Block]:
-    """The code blocks of a page, in order. A ValueError for a fence without a language, or a command in an indented
-    block, which no test would run."""
+    """The code blocks of a page, in order. A ValueError for a fence without a language, or an indented command."""
     blocks, opened, lines = [], None, []
     for number, line in enumerate((ROOT / page).read_text().splitlines(), start=1):
         if opened is None and line.startswith("```"):

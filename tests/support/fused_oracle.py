@@ -131,8 +131,7 @@ def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32, device: str 
 
 
 def run(block, forward, x, residual=None, *, autocast=False):
-    """Outputs, and the gradients of the inputs and of what is trained, by name. The gradients of the outputs are the
-    same in each call."""
+    """Outputs, and the gradients of the inputs and of what is trained, by name, for the same gradients of outputs."""
     inputs = {"x": x.clone().requires_grad_()}
     if residual is not None:
         inputs["residual"] = residual.clone().requires_grad_()

@@ -92,8 +92,7 @@ def write_config(folder: Path, name: str) -> None:
 
 
 def write_run(folder: Path, name: str, recipe: str) -> Path:
-    """A run of `octavo train` at step 7 that trained our Llama or fine-tuned another model, with the scales of delayed
-    scaling."""
+    """A run of `octavo train` at step 7, of our Llama or a fine-tuned model, with the scales of delayed scaling."""
     checkpoint = folder / "step-00000007"
     (folder / "model").mkdir(parents=True)
     checkpoint.mkdir()

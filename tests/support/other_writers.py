@@ -127,8 +127,7 @@ def published(
     return weights
 
 
-# How many scales a weight [N, K] has: one, one for each output channel, or one for each block of 128 x 128, the last of
-# which may be smaller.
+# How many scales a weight [N, K] has: one, one for each channel, or one for each block of 128 x 128 or less at the end.
 GRIDS = {
     "one": lambda n, k: (1,),
     "channel": lambda n, k: (n, 1),

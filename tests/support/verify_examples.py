@@ -50,8 +50,7 @@ def change_config(folder: Path, **settings) -> None:
 
 
 def change_tensors(folder: Path, change) -> None:
-    """Let `change` edit the dictionary of tensors in place, as a fault of their writer: checksums, which would find any
-    change, are removed."""
+    """Let `change` edit the dictionary of tensors in place, as a fault of their writer: checksums are removed."""
     path = folder / "model.safetensors"
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()

@@ -106,8 +106,7 @@ class Calibration:
         return torch.stack([statistics.scale(rule, percentile) for statistics in found]).amax()
 
     def save(self, folder: Path) -> None:
-        """Write `folder`, which appears whole or not at all. A FileExistsError if it exists, a WriteError if the disk
-        refuses."""
+        """Write `folder`, whole or not at all. A FileExistsError if it exists, a WriteError if the disk refuses."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         described = {"format_version": FORMAT_VERSION, **fields, "sites": describe(self.observed)}
         with whole_folder(folder) as partial:
@@ -116,8 +115,7 @@ class Calibration:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Open a folder of `octavo calibrate`. An ArtifactError if a file is damaged, or of another version of the
-        format."""
+        """Open a folder of `octavo calibrate`. An ArtifactError if a file is damaged, or of another format version."""
         where = Path(folder) / DESCRIPTION
         if not where.is_file():
             raise FileNotFoundError(f"{where} is missing: give a folder that octavo calibrate wrote")

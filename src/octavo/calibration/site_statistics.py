@@ -155,8 +155,7 @@ class Statistics:
 
     @classmethod
     def from_tensors(cls, site: str, tensors: Mapping[str, Tensor]) -> Self:
-        """The inverse of `to_tensors`. A ValueError if tensors are missing, negative or not finite, or their totals
-        differ."""
+        """The inverse of `to_tensors`. A ValueError for missing, negative or infinite tensors, or other totals."""
         made = cls(site)
         if missing := made.to_tensors().keys() - tensors.keys():
             raise ValueError(f"the statistics of {site} lack {', '.join(sorted(missing))}")
@@ -334,8 +333,7 @@ def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_seen(found: dict[str, Observed], linears: Sequence[str], where: str) -> None:
-    """Raise a ValueError unless each of `linears` read exactly one site, which saw a token. `where` names the part of
-    the model that has run."""
+    """Raise a ValueError unless each of `linears` read one site, which saw a token. `where` names what has run."""
     sites: dict[str, list[str]] = {}
     for site, observed in found.items():
         for layer in observed.layers if observed.statistics.tokens else ():

@@ -132,8 +132,7 @@ class PackedTensors:
         return specs
 
     def describe(self, target: Path, packing: Packing | None) -> None:
-        """Write config.json for `packing` (None: for a model in BF16), and copy the other files that describe the
-        model."""
+        """Write config.json for `packing` (None: for a model in BF16), and copy the other descriptions of the model."""
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         if packing is not None:
             linears = dict.fromkeys([*packing.schemes, *self.ignored, *self._other_names])

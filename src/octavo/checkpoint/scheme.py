@@ -219,8 +219,7 @@ def unused_scales(names: Iterable[str], get: Callable[[str], Tensor], where: Pat
 
 
 def check_scale(name: str, scale: Tensor, where: Path) -> None:
-    """Raise an ArtifactError, which names the scale, unless its values (float32, or uint8 exponents of E8M0) are finite
-    and positive."""
+    """Raise an ArtifactError, which names the scale (float32, or uint8: E8M0), unless it is finite and positive."""
     if bool(is_positive(scale)):
         return
     if scale.dtype == torch.uint8:
@@ -490,8 +489,7 @@ _REMARKS = (
 
 
 def differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str) -> list[str]:
-    """The fields in which `found` differs from `required`. Empty fields (None, "", []) that are not required are no
-    difference."""
+    """The fields in which `found` differs from `required`, except empty ones (None, "", []) that are not required."""
     wrong = []
     for key in [*required, *(key for key in found if key not in required)]:
         value, wanted = found.get(key), required.get(key)
@@ -505,7 +503,7 @@ def differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str
 def check_settings(found: Mapping[str, Any], required: Mapping[str, Any], where: Path) -> None:
     """Raise an ArtifactError that lists where the `quantization_config` `found` differs from `required`."""
     if wrong := differences(found, required, "quantization_config"):
-        raise ArtifactError(f"{where}: this is a packing that octavo does not run: " + "; ".join(wrong))
+        raise ArtifactError(f"{where}: octavo does not run this packing, pack the model in BF16: {'; '.join(wrong)}")
 
 
 def packed_layers(layout: Layout, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> list[str]:

@@ -26,12 +26,11 @@ from octavo.models import build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
-from octavo.util import cache_argument, import_extra, reading
+from octavo.util import cache_argument, import_extra, plural, reading
 
 DESCRIPTION = "a description that a model can be built from: mend the setting, or save the model again"
 UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
 POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions", "seq_length")  # the last of Bloom
-LEFT_OUT = "{} ({}) has no place in the model, and is left out, as transformers does"
 _FEW = 1000  # layers, or experts of a layer: no more are counted against the tensors, of which one may hold many
 
 
@@ -60,8 +59,7 @@ def token_embedding(model: Any) -> nn.Embedding | None:
 
 
 def main_input(model: Any) -> str | None:
-    """The main input of a model, which needs no weights: `TOKENS`, `IMAGES`, `SOUNDS`, or None if it takes another, or
-    several."""
+    """The main input of a model, which needs no weights: `TOKENS`, `IMAGES`, `SOUNDS`, or None for another."""
     if isinstance(model, Decoder):
         return TOKENS
     named = model.main_input_name
@@ -166,8 +164,8 @@ def _rounding_cache(rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]
 
 
 def measured_part(model: Any, logits: bool) -> Any:
-    """The module whose outputs are measured: the model, or without `logits` the part below its head. What DINOv3 calls
-    its `base_model` takes no images, and is not that part."""
+    """The module whose outputs are measured: the model, or without `logits` the part below its head that takes its
+    input, which the `base_model` of DINOv3 does not."""
     part = model if logits else getattr(model, "base_model", model)
     return part if part is model or model.main_input_name in inspect.signature(part.forward).parameters else model
 
@@ -195,8 +193,7 @@ def predicts_tokens(model: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class MetaModel:
-    """A model of `octavo.models` or of transformers, in BF16 (float32 where transformers keeps it), on the meta
-    device."""
+    """A model of `octavo.models` or of transformers on the meta device, in BF16, or float32 where it is kept."""
 
     model: nn.Module
     config: Mapping[str, Any]  # the parsed config.json; of a GPT-2 of transformers, that of the OPT it is read as
@@ -245,14 +242,16 @@ class MetaModel:
         read += [self.file_name(name) for name in read]
         return [n for n in names if n in read or any(re.search(rf"(^|\.){key}(\.|$)", n) for key in keys)]
 
-    def left_out(self, names: Iterable[str]) -> list[str]:
-        """The tensors of files, among `names`, that the model lacks and its class of transformers tells loading to
-        leave out, such as those of DeepSeek-V3's layer that predicts a second token."""
+    def leave_out(self, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """`found`, by the names of tensors in files, without those that the model lacks and its class of transformers
+        tells loading to ignore, such as of DeepSeek-V3's layer for a second token; and what to say of them, or ""."""
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        found = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
-        needed = self.experts.split(model_tensors(self.model)) if found else {}
+        ignored = [name for name in found if any(re.search(pattern, name) for pattern in patterns)]
+        needed = self.experts.split(model_tensors(self.model)) if ignored else {}
         modules = {name.rpartition(".")[0] for name in needed}
-        return [name for name in found if name.rpartition(".")[0] not in modules]
+        left = dict.fromkeys(name for name in ignored if name.rpartition(".")[0] not in modules)
+        said = f"{next(iter(left), '')} ({plural(len(left), 'such tensor')}) has no place in the model, and is left out"
+        return {name: each for name, each in found.items() if name not in left}, said if left else ""
 
     def file_name(self, layer: str) -> str:
         """The name that a linear layer of the model has in files."""
@@ -390,8 +389,7 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 def compute_buffers(model: Any, device: torch.device | str) -> None:
     """Let transformers compute, on `device`, the buffers that no file holds (rotary frequencies), as its own loading
-    does; an ArtifactError if it does not. It initializes the parameters of the same module too, so call this before any
-    of them is filled."""
+    does; an ArtifactError if it does not. It initializes parameters too, so call this before any of them is filled."""
     for module in model.modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         names = [name for name in names if name in module._non_persistent_buffers_set]
@@ -524,8 +522,7 @@ def quiet_transformers() -> Iterator[None]:
 
 # ---- Finding out if a language model is causal, from its logits and not from its name.
 #
-# In an encoder the logits of a token depend on the later tokens too, so that training on the next token sees the
-# answer.
+# In an encoder the logits of a token depend on the later ones too, so that training on the next one sees the answer.
 
 
 _TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, the effect of attention about 1e-3

@@ -72,8 +72,8 @@ def check_settings(
 class Length:
     """The number of tokens of a cache, which all layers of a model share. Kernels read `tensor`, int64 without
     dimensions. `host` is the same number without a wait for the device; replays of a CUDA graph do not change it.
-    `first`, int32 [B], is the first token of each sequence that is not padding on the left, and `last`, int64 [1], the
-    index of the last new token before padding on the right; None without such padding."""
+    `first` is that of `ModelKVCache`, and `last`, int64 [1], the index of the last new token before padding on the
+    right, or None without padding there."""
 
     def __init__(self, max_tokens: int, device: torch.device | str) -> None:
         self.max_tokens = max_tokens
@@ -104,15 +104,14 @@ class Length:
 
     def unpadded(self, *new: Tensor) -> tuple[Tensor, ...]:
         """New keys or values [B, G, T, D], with zeros for the padding of a prompt: scales do not depend on it."""
-        tokens = new[0].shape[2]
-        at = torch.arange(tokens, device=self.tensor.device)
+        at = torch.arange(new[0].shape[2], device=self.tensor.device)
         if self.first is not None:  # with padding on the left, none is on the right
-            real = (at + (self.tensor - tokens) >= self.first[:, None]).view(-1, 1, tokens, 1)
+            real = (at + self.tensor - len(at) >= self.first[:, None])[:, None]  # [B, 1, T]
         elif self.last is not None:
-            real = (at <= self.last)[:, None]
+            real = at <= self.last
         else:
             return new
-        return tuple(torch.where(real, x, 0) for x in new)
+        return tuple(torch.where(real[..., None], x, 0) for x in new)
 
 
 class LayerKVCache:

@@ -33,7 +33,7 @@ from octavo.checkpoint.scheme import (
     unused_scales,
 )
 from octavo.hf import meta_model as models
-from octavo.hf.meta_model import LEFT_OUT, MetaModel, is_language_model, read_meta_model, transformers_meta_model
+from octavo.hf.meta_model import MetaModel, is_language_model, read_meta_model, transformers_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
@@ -103,8 +103,7 @@ class OpenedModel(NamedTuple):
 
 
 def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> OpenedModel:
-    """Open a packed folder as a model of `octavo.models` or transformers, in evaluation mode. The errors are those of
-    `octavo.load`."""
+    """Open a packed folder as a model of `octavo.models` or transformers, in evaluation mode, as `octavo.load` does."""
     place, path = choose_device(device), Path(folder)
     meta_model = read_meta_model(read_config(path), path)
     model, kv_scales = fill(meta_model, path, place)
@@ -120,9 +119,9 @@ def fill(
     While the files are read, the kernels of the model are compiled, for a cache of the dtype `kv_cache`.
     """
     disks, reader, where = meta_model.linears(), ShardReader(folder), folder / "config.json"
-    if left := meta_model.left_out(reader.specs):
-        warnings.warn(f"{folder}: {LEFT_OUT.format(left[0], plural(len(left), 'such tensor'))}", stacklevel=2)
-        reader.specs = {name: spec for name, spec in reader.specs.items() if name not in left}
+    reader.specs, left = meta_model.leave_out(reader.specs)
+    if left:
+        warnings.warn(f"{folder}: {left}", stacklevel=2)
     dtypes = {name.removesuffix(".weight"): spec.dtype for name, spec in reader.specs.items()}
     plain = {name for name in disks if dtypes.get(name) not in WEIGHT_DTYPES}  # a tied head has no weight of its own
     matrices = [name for name in meta_model.experts.experts if dtypes.get(name) == EXPERT_DTYPE]  # of stacks, in FP8

@@ -354,8 +354,7 @@ def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
     return [layer._buffers[name] for layer in layers for name in ("weight", "weight_scale", "bias")]
 
 
-# ---- A packed model with its norms and activations fused with quantization, as training fuses them: `octavo.nn.fused`
-# has the mathematics.
+# ---- A packed model whose norms and activations are fused with quantization, as in training (`octavo.nn.fused`).
 #
 # This holds for layers of the schemes `channel`, `int8` and `weight`, in our models and in the decoder layers of
 # transformers that `octavo.architectures` names. All other layers run one by one. Where autograd records, and with
@@ -485,8 +484,7 @@ def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | No
     return total, F.rms_norm(total, gamma.shape, gamma, how.eps)
 
 
-# ---- Attention modules of transformers that rotate and store with one kernel, where their cache is a
-# `QuantizedKVCache`.
+# ---- Attention modules of transformers that rotate and store with one kernel, if the cache is a `QuantizedKVCache`.
 #
 # transformers' own attention takes some ten kernels for the rotary embedding of a token. The classes below become
 # subclasses with the same names: parameters, `state_dict`, hooks and `isinstance` stay as they are. With another cache,

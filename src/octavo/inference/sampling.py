@@ -25,8 +25,7 @@ from octavo.ops import index_of_largest
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of a draw, such as Sampling(temperature=0.8, top_p=0.9, seed=1). A ValueError names a setting that
-    is out of range."""
+    """The settings of a draw, as Sampling(temperature=0.8, top_p=0.9). A ValueError names one that is out of range."""
 
     temperature: float = 1.0  # 0 takes the most likely token, and top-k and top-p change nothing
     top_k: int = 0  # draw from so many most likely tokens; 0 draws from all

@@ -99,8 +99,7 @@ def uncached_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Prompts(NamedTuple):
-    """The prompts of a batch: ids, int64 [B, T] on the model's device, and the number of tokens on the left of each row
-    that are padding."""
+    """The prompts of a batch: ids, int64 [B, T] on the model's device, and the padding on the left of each row."""
 
     ids: Tensor
     padding: tuple[int, ...]
@@ -328,8 +327,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def check_memory(shape: KeyShape, batch: int, tokens: int, free: float) -> None:
-    """Raise a MemoryError, which says what fits, unless `free` bytes hold the keys and values of `batch` sequences of
-    `tokens` tokens."""
+    """Raise a MemoryError, which says what fits, unless `free` bytes hold `batch` sequences of `tokens` tokens."""
     needed, one = shape.nbytes(batch * tokens), shape.nbytes(1)
     if needed <= free:
         return

@@ -100,8 +100,7 @@ class PackOptions:
 #
 # They are the scales of inputs for the scheme `static`, and of a cache of keys and values in e4m3. They come from a
 # calibration. A run that was trained with the recipe `delayed` needs none for its layers: its checkpoint holds, for
-# each operand of each layer, the scale of the next forward pass. Packed with these scales, the model computes what
-# training computed.
+# each operand of each layer, the scale of the next forward pass. With these scales, the model computes as in training.
 
 
 @dataclass(frozen=True)
@@ -221,8 +220,7 @@ class ChosenLayers:
 
 def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     """Choose the layers to pack. A ValueError for an unknown scheme or layout, a scheme that the layout does not hold,
-    or a layer that it does not fit. So too for fused layers with different schemes, and for static scales without a
-    calibration."""
+    or a layer that it does not fit; fused layers with different schemes; static scales without a calibration."""
     linears, experts = _select(source, options), choose_experts(source, options)
     names = [name for name, reason in linears.items() if not reason]
     if not names and not experts:
@@ -322,8 +320,7 @@ def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source:
 
 def check_reasons(reasons: Mapping[str, str], schemes: Mapping[str, Scheme], other: str = "") -> None:
     """Raise a ValueError if there are `reasons`, by layer, why some of the packed layers `schemes` cannot be packed; ""
-    is none. It has the first reason, the options that pack all of them and those fused with them by channel, and the
-    remedy `other`."""
+    is none. It has the first, the options that pack all of them and what is fused with them by channel, and `other`."""
     if not (reasons := {name: reason for name, reason in reasons.items() if reason}):
         return
     first, reason = next(iter(reasons.items()))

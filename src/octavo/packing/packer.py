@@ -113,8 +113,7 @@ def pack_source(
 
 
 class PackJob:
-    """The packing of one model: the new tensors, config.json and octavo.json. `packing` and `kv_scales` have the names
-    of the files."""
+    """The packing of one model: tensors, config.json, octavo.json. `packing` and `kv_scales` have names of files."""
 
     def __init__(self, source: Source, layers: ChosenLayers, options: PackOptions) -> None:
         self.source, self.layers = source, layers
@@ -161,16 +160,18 @@ class PackJob:
     @property
     def updates(self) -> dict[str, KeptUpdate]:
         """What the rounding left of merged adapters, for each kind of layer: the last part of their names."""
-        return {kind: kept_update(sums) for kind, sums in self._updates.items()}
+        found = {}
+        for kind, sums in self._updates.items():
+            u, d, both = torch.stack(sums).sum(0).tolist()
+            cosine = both / math.sqrt(u * d) if u * d else 0.0
+            found[kind] = KeptUpdate(len(sums), math.sqrt(d / u) if u else 1.0, cosine)
+        return found
 
     def expert_bytes(self, *, packed: bool) -> int:
         """The bytes in BF16 of the experts that are packed, or of those that are not."""
-        size, files = 0, self.source.meta_model.experts
-        chosen = {part for part in files.experts if (part in self.layers.schemes) == packed}
-        for stack, parts in files.stacks.items():
-            count = len(chosen.intersection(parts))
-            size += 2 * self.source.specs[stack].numel() // len(parts) * count  # the parts of a stack are of one size
-        return size
+        files, specs = self.source.meta_model.experts, self.source.specs
+        sizes = {part: 2 * specs[name].numel() // len(parts) for name, parts in files.stacks.items() for part in parts}
+        return sum(sizes[part] for part in files.experts if (part in self.layers.schemes) == packed)
 
     def config(self) -> dict[str, Any]:
         meta_model, config = self.source.meta_model, dict(self.source.config)
@@ -231,12 +232,6 @@ def sums_of(update: Tensor, rounded: Tensor) -> Tensor:
     """|U|^2, |D|^2 and <D, U>, float64 [3], of the update of a layer [N, K] before and after the rounding."""
     u, d = update.double(), rounded.double()
     return torch.stack([(u * u).sum(), (d * d).sum(), (u * d).sum()])
-
-
-def kept_update(sums: Sequence[Tensor]) -> KeptUpdate:
-    """The update that is left of layers with these `sums_of`."""
-    u, d, both = torch.stack([*sums]).sum(0).tolist()
-    return KeptUpdate(len(sums), math.sqrt(d / u) if u else 1.0, both / math.sqrt(u * d) if u * d else 0.0)
 
 
 # ---- The scales of the weights of packed layers.

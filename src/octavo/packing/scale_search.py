@@ -36,8 +36,7 @@ _EXPONENT, _LEAST, _TO_MAGIC = 0x7F800000, (127 - 6) << 23, (20 << 23) + (1 << 2
 
 
 class SearchedScale(NamedTuple):
-    """A scale, and the squared error of each weight `before`, with the scale amax/448, and `after`, with this one:
-    float64 [weights]."""
+    """A scale, and each weight's squared error with amax/448 (`before`) and with it (`after`), float64 [weights]."""
 
     scale: Tensor
     before: Tensor

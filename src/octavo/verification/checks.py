@@ -381,8 +381,7 @@ def _compare(
     data: Tensor, values: Tensor, spec: LayerSpec, truth: Tensor, scale_dtype: torch.dtype, exact: bool = False
 ) -> tuple[float, Tensor]:
     """The SQNR in dB, and for each byte [N, K] whether it lies beyond half a step from the weight / scale. With `exact`
-    scales, powers of two, weight / scale is not rounded, and an odd byte at half a step is one that was not rounded to
-    the even neighbour."""
+    scales, powers of two, weight / scale is not rounded, and so an odd byte at half a step is wrong."""
     signal = noise = 0.0
     beyond = torch.empty(data.shape, dtype=torch.bool)
     blocks = max(_CHUNK // (data.shape[1] * max(spec.rows, 1)), 1)  # of rows, in a chunk

@@ -28,16 +28,9 @@ from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.comparison import LayerError
 from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.meta_model import (
-    LEFT_OUT,
-    MetaModel,
-    is_language_model,
-    predicts_tokens,
-    random_inputs,
-    transformers_meta_model,
-)
+from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
 from octavo.hf.source import Source, open_source
-from octavo.util import Progress, choose_device, no_progress, plural
+from octavo.util import Progress, choose_device, no_progress
 from octavo.verification import layer_spec
 from octavo.verification.checks import Required, check_folder, check_weights, judge_alone
 from octavo.verification.findings import LayerReport, Report, measure_sizes
@@ -180,10 +173,9 @@ class Verification:
 
     def _find_required(self) -> Required | None:
         try:
-            meta_model, files = self._meta_model(), self.files
-            if left := meta_model.left_out(files.shapes):
-                files.remarks.append(LEFT_OUT.format(left[0], plural(len(left), "such tensor")))
-                files.shapes = {name: shape for name, shape in files.shapes.items() if name not in left}
+            meta_model = self._meta_model()
+            self.files.shapes, left = meta_model.leave_out(self.files.shapes)
+            self.files.remarks += [left] if left else []
             return required_by(meta_model)
         except ImportError:
             raise
@@ -339,8 +331,7 @@ def scale_names(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> dict
 
 def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: Calibration) -> None:
     """Add the stored scales `names` (of `scale_names`) that do not follow from the calibration of MODEL to
-    `files.findings`. Where octavo.json names no rule, only those that are off by more than a factor of 4 count, as
-    remarks."""
+    `files.findings`. Where octavo.json names no rule, those that are off by more than a factor of 4 are remarks."""
     record = files.recorded("calibration")
     if record.get("model_hash", calibration.model_hash) != calibration.model_hash:
         message = "the scales of inputs, keys and values come from a calibration of another model"
@@ -370,8 +361,7 @@ def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: 
 
 
 def _expected(calibration: Calibration, of: str, rule: str) -> list[float]:
-    """The scales that the rule may give, usually one. An expert that saw no token has the largest of the others of its
-    block."""
+    """The scales that the rule may give, usually one. An expert without a token has the largest of its block's."""
     site = calibration.layers.get(of, of)
     seen = [calibration.sites[site]]
     if not seen[0].tokens:
@@ -394,8 +384,7 @@ def _by_percentile(seen: Statistics) -> list[float]:
 
 
 def _by_error(seen: Statistics) -> list[float]:
-    """The scales of least squared error. Halving a scale leaves the error of an e4m3 number as it is, so there may be
-    several."""
+    """The scales of least squared error: often several, as half a scale gives an e4m3 number the same error."""
     x, counts = _histogram(seen)
     grid = torch.tensor([max(_by_amax(seen)[0] * 2 ** (-i / 8), 2.0**-126) for i in range(41)])
     errors = torch.stack([(counts * (x - layer_spec.nearest(x / s, _E4M3) * s).double().square()).sum() for s in grid])
