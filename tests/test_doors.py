@@ -100,8 +100,7 @@ def test_a_model_of_ours_needs_no_transformers(name, imported):
 
 
 def walk(before: str, call: str, places: dict[str, str], out: Path) -> None:
-    """Write the distinct files of octavo in which functions are called. What runs while a module is imported does not
-    count."""
+    """Write the distinct files of octavo in which functions are called, other than while a module is imported."""
     files, importing, root = set(), 0, f"{Path(octavo.__file__).parent}/"
 
     def enter(frame: Any, event: str, _: Any) -> None:

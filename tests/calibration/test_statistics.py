@@ -222,20 +222,17 @@ def test_the_amax_of_every_expert_is_that_of_the_model_run_at_once(kind, tmp_pat
     model, state = whole_model(folder), load_file(folder / "model.safetensors")
     block, gate, up, down = NAMES[kind]
 
-    def note(name):
-        def hook(module, args):
-            x, index, _ = args
-            for e in range(4):
-                n = x[(index == e).any(1)]
-                path = f"{name}.experts.{e}"
-                inner, outer = (F.linear(n, state[f"{path}.{leaf}.weight"].bfloat16()) for leaf in (gate, up))
-                seen.setdefault(f"{path}.{gate}", []).append(n)
-                seen.setdefault(f"{path}.{down}", []).append(F.silu(inner) * outer)
-
-        return hook
+    def note(name, args):
+        x, index, _ = args
+        for e in range(4):
+            n = x[(index == e).any(1)]
+            path = f"{name}.experts.{e}"
+            inner, outer = (F.linear(n, state[f"{path}.{leaf}.weight"].bfloat16()) for leaf in (gate, up))
+            seen.setdefault(f"{path}.{gate}", []).append(n)
+            seen.setdefault(f"{path}.{down}", []).append(F.silu(inner) * outer)
 
     for i, layer in enumerate(model.model.layers):
-        layer.mlp.experts.register_forward_pre_hook(note(f"model.layers.{i}.{block}"))
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args, at=f"model.layers.{i}.{block}": note(at, args))
     with torch.no_grad():
         for batch in prompts.batches(4):
             model(batch)

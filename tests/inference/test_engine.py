@@ -255,7 +255,7 @@ def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, mad
 @pytest.mark.parametrize("kv_cache", ["fp8", "int8"])
 @pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
 def test_tokens_that_pad_a_prompt_on_its_left_change_no_scale(name, kv_cache, made):
-    found, model = [], served(name, made)
+    model, found = served(name, made), []
     for token, piece in ((0, None), (3, None), (3, 4)):
         session = Engine(model, context=16, kv_cache=kv_cache)._session(2, 16)
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from generation_examples import answers, batch, greedy, model_of, pair, prompts
+from generation_examples import answers, batch, model_of, pair, prompts
 from transformers import DeepseekV3Config, Gemma2Config, Qwen3NextConfig
 
 import octavo
@@ -32,21 +32,16 @@ def cache_of(config=None, **settings) -> QuantizedKVCache:
     return QuantizedKVCache(model_of("llama").config if config is None else config, **{"max_tokens": 9} | settings)
 
 
-def run_with_cache(mask=None, row: list[int] | None = None, attention: str = "octavo") -> None:
+def run_with_cache(mask=None, row: list[int] | None = None, attention: str = "octavo", room: int = 20) -> None:
     """A prompt into a cache, with a mask of its own, with a `row` in the mask, or with another attention."""
     model, inputs = model_of("llama"), prompts(False)
-    cache = QuantizedKVCache.for_model(model, 20)
+    cache = QuantizedKVCache.for_model(model, room)
     model.set_attn_implementation(attention)
     if row is not None:
         inputs["attention_mask"][1] = torch.tensor(row)
     mask = inputs["attention_mask"] if mask is None else mask
     with torch.no_grad():
         model(inputs["input_ids"], attention_mask=mask, **{CACHE: cache})
-
-
-def too_long_for_the_cache() -> None:
-    model = model_of("llama")
-    greedy(model, prompts(False), QuantizedKVCache.for_model(model, 12))
 
 
 def masked(row: list[int]) -> None:
@@ -60,12 +55,7 @@ def generate(inputs: dict[str, torch.Tensor], **settings) -> None:
     answers(fast, inputs, **settings)
 
 
-def padded_on_the_right() -> dict[str, torch.Tensor]:
-    inputs = batch()
-    inputs["attention_mask"][1, -2:] = 0
-    return inputs
-
-
+RIGHT = batch() | {"attention_mask": batch(padding=(0, 2))["attention_mask"].flip(1)}
 ROWS = {
     # the cache of a layer
     "full": (full_layer, RuntimeError, "a cache of 10 tokens is full: it holds 10 and got 2 more"),
@@ -80,7 +70,7 @@ ROWS = {
     "scale nan": (lambda: layer(scales=(ONE, torch.nan * ONE)), ValueError, "positive and finite"),
     "scales of bf16": (lambda: layer("bf16", scales=(ONE, ONE)), ValueError, "bf16 have no scales"),
     # the cache of a model of transformers
-    "no room": (too_long_for_the_cache, RuntimeError, "a cache of 12 tokens is full: it holds 12 and got 1 more"),
+    "no room": (lambda: run_with_cache(room=8), RuntimeError, "a cache of 8 tokens is full: it holds 0 and got 9 more"),
     "sdpa": (lambda: run_with_cache(attention="sdpa"), RuntimeError, "the attention 'sdpa' cannot read"),
     "right": (lambda: run_with_cache(row=[1] * 8 + [0]), ValueError, "padding on the left only"),
     "hole": (lambda: run_with_cache(row=[1, 0] + [1] * 7), ValueError, "padding on the left only"),
@@ -109,7 +99,7 @@ ROWS = {
     "too long a prompt": (lambda: generate(batch(length=130), max_new_tokens=1), ValueError, "the prompt has 130"),
     "unknown setting": (lambda: generate(batch(), no_such_setting=1), ValueError, "no_such_setting"),
     "wrong setting": (lambda: generate(batch(), temperature=-1.0, do_sample=True), ValueError, "temperature"),
-    "padding": (lambda: generate(padded_on_the_right()), ValueError, r"row 1 of attention_mask \[3, 11\] .* 'left'"),
+    "padding": (lambda: generate(RIGHT), ValueError, r"row 1 of attention_mask \[3, 11\] .* 'left'"),
     "dtype of generate": (lambda: pair("llama", kv_cache="fp4"), ValueError, "unknown dtype 'fp4' of keys and values"),
     "attention of generate": (lambda: pair("llama", attention="fp4"), ValueError, "one of bf16, fp8, got 'fp4'"),
     "dtype of load": (lambda: octavo.load("no folder", kv_cache="fp4"), ValueError, "unknown dtype 'fp4'"),

@@ -231,8 +231,7 @@ def test_a_gpu_without_it_is_refused(monkeypatch):
     ("factor", "mean", "ratio"), [(1.0, 0, 1), (2.0**-40, 0, 1), (2.0**40, 0, 1), (1.0, 16, 1), (1.0, 0, 256)]
 )
 def test_the_first_pass(factor, mean, ratio):
-    """Keys with a large mean over the tokens, too: it is as long as 16 of their deviations. And keys far above queries:
-    their gradients are far below."""
+    """Also where the mean of keys over the tokens is 16 of their deviations, and where they are far above queries."""
     q, k, v, dy = oracle.given(2, 4, 2, 64, 64)
     x = q / ratio, k * ratio + mean * torch.randn(2, 2, 1, 128).bfloat16(), v, dy * factor
     for one, other in zip(oracle.exact(*x), oracle.gradients(x, GradientScales()), strict=True):

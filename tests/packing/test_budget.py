@@ -32,8 +32,7 @@ FEW, MANY = PromptOptions(10, 40), PromptOptions(32, 40)
 
 
 def quiet(folder: Path) -> Path:
-    """A model that packing hardly changes, but for one layer: all of its weights that count are lost to one that does
-    not, beside which they are too small for e4m3."""
+    """A model that packing hardly changes, but for one layer, with a weight beside which all others are too small."""
     tensors = load_file(folder / "model.safetensors")
     torch.manual_seed(5)
     for name, tensor in tensors.items():

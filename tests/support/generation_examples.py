@@ -1,5 +1,4 @@
-"""Tiny models of transformers and prompts for them, each model beside its `generate` on the engine, and an emulation of
-a quantized KV cache in transformers' own cache."""
+"""Tiny models of transformers, beside their `generate` on the engine, prompts, and an emulated quantized KV cache."""
 
 import copy
 

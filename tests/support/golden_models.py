@@ -112,9 +112,8 @@ def write_run(folder: Path, name: str, recipe: str) -> Path:
 
 
 def weights(name: str) -> dict[str, Tensor]:
-    """The float32 tensors of one of MODELS. Llama has no element that is subnormal in e4m3. Such elements alone
-    distinguish the errors of two scales that differ by a power of two, so that the order of a floating-point sum would
-    decide between them."""
+    """The float32 tensors of one of MODELS. Llama has no element that is subnormal in e4m3: between two scales that
+    differ by a power of two, such elements alone decide, and with them the order of a floating-point sum."""
     kind, sizes, _ = MODELS[name]
     made = getattr(transformers, kind)
     with torch.device("meta"):

@@ -150,8 +150,7 @@ def write_text(path: Path) -> Path:
 
 
 def folder_maker(root: Path, **sizes) -> Folders:
-    """A function make: make(name) is a model of these sizes, make(name, "calibrated") its calibration,
-    make(name, scheme=...) a packing. Each is made once."""
+    """make(name): a model of these sizes; make(name, "calibrated"): its calibration; make(name, scheme=...): packed."""
     text = write_text(root / "text.txt")
 
     def make(name: str, what: str = "", **how) -> Path:

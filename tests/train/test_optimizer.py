@@ -147,8 +147,7 @@ def test_a_new_step_begins_at_zero_and_other_parameters_stay_as_they_are():
 
 
 def sharded(rank):
-    """Under FSDP2, where each micro-batch is reduced, and where only the last is and the sum of all is rounded to BF16
-    once; and under tensor parallelism."""
+    """Under FSDP2 that reduces each micro-batch, or the last alone, rounded once; and under tensor parallelism."""
     for layout, most in (("each", 1e-6), ("last", 1e-2), ("tensor parallel", 1e-6)):
         layer, mesh = make_layer(), init_device_mesh("cpu", (2,))
         if layout == "tensor parallel":

@@ -129,8 +129,7 @@ def code(tmp_path_factory):
 
 @pytest.fixture
 def learning(begin, code):
-    """learning(recipe, rate, seed, faults): the events of 200 steps of a model of width 64 that learn, in which the
-    faults are planted after 60."""
+    """learning(recipe, rate, seed, faults): the events of 200 steps of width 64, with faults planted after 60."""
     sizes = {"width": 64, "heads": 4, "kv_heads": 4, "mlp_width": 176, "context": 64, "batch": 4}
 
     def run(recipe, rate, seed=0, faults=()):

@@ -182,11 +182,6 @@ def index(change: Callable[[dict[str, str]], Any]) -> Damage:
     return in_json(INDEX, lambda content: change(content["weight_map"]))
 
 
-def shifted_ids(tokenizer: dict[str, Any]) -> None:
-    vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = {token: (i + 1) % len(vocabulary) for token, i in vocabulary.items()}
-
-
 def removed(name: str) -> Damage:
     """The first file whose name matches is removed."""
     return lambda folder, model: min(folder.glob(name)).unlink()
@@ -278,7 +273,8 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
         f"{ATTENTION}.k_scale", f"{ATTENTION}.v: keys and values are swapped"),
     "input_scale +2 %": ("static", times(f"{Q}.input_scale", 1.02), "scale", f"{Q}.input_scale", "calibration gives"),
     # what the folder says about its model
-    "tokenizer's ids shifted": ("channel", in_json("tokenizer.json", shifted_ids), "config", "tokenizer.json",
+    "tokenizer's ids exchanged": ("channel", in_json("tokenizer.json", lambda found: found["model"].update(
+        vocab={token: i ^ 1 for token, i in found["model"]["vocab"].items()})), "config", "tokenizer.json",
         "256 entries are not MODEL's"),
     "eos of generation": ("channel", in_json("generation_config.json", lambda found: found.update(eos_token_id=7)),
         "config", "generation_config.json", "eos_token_id is 7, MODEL has 0"),
