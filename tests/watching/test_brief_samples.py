@@ -58,6 +58,15 @@ def test_the_rules_find_the_same_numbers_in_a_brief_sample_as_in_a_full_one(name
     assert ("swiglu_alignment" in finite) == (name == "llama")
 
 
+def test_a_brief_sample_while_another_model_has_a_full_one():
+    model = one_layer()
+    with octavo.watch(model) as watch, octavo.watch(one_layer()):
+        train(model, watch, 10)
+        (first, _), (brief, _) = watch.take()
+    for name in ("amax", "kurtosis", "flushed", "shift_lost", "nonfinite"):
+        np.testing.assert_array_equal(brief[name], first[name])
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("row", [0, 17])
 def test_a_number_that_is_not_finite_is_found_in_any_row(bad, row):

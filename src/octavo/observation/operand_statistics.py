@@ -245,7 +245,8 @@ class Store:
         self._settle()
         if not self._found:
             return stats
-        found = torch.cat([*self._found, clear(torch.empty_like(stats[:1]))])
+        empty = clear(torch.empty_like(stats[:1]))  # those of a full sample are wider, which another watch may take
+        found = torch.cat([each[:, : stats.shape[1]] for each in (*self._found, empty)])
         indices = _indices(tuple(self._places), self._rows, stats.device)
         return combine_all(torch.cat([stats.unsqueeze(1), found[indices]], 1))
 

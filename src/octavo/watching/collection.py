@@ -9,9 +9,7 @@ The step is the number of optimizer steps that are done when it ends. The first 
 multiple of the interval, has a full sample, which the files hold. The first step and each multiple of `CHECK_INTERVAL`
 has a brief one, for the rules (`octavo.watching.rules`). Only modules in training mode are recorded.
 
-A full sample has all numbers. A brief one has the numbers that rules judge, of fewer rows, for a fraction of the cost.
-It leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels. Where a step is
-to have both, the full one is taken, and the rules judge its numbers.
+A brief sample leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels.
 """
 
 import warnings
