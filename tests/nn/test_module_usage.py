@@ -12,7 +12,7 @@ from adapter_oracle import wrap
 from fused_oracle import geglu, gelu, linears, swiglu, tokens
 from linear_examples import QUANTIZED, K, N, SelfAttention, T, converted, converted_model, exact_gradients
 from metrics import sqnr
-from operation_counts import saved_tensors
+from operation_counts import operations, saved_tensors
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -178,6 +178,9 @@ def test_inference_and_training_give_the_same_outputs(name: str, recipe: str | R
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     assert not any(y.requires_grad for y in outputs)
     assert equal(list(outputs), expected[: len(outputs)])
+    found = operations(mode()(lambda: model(*inputs)))
+    model.requires_grad_(False)  # then nothing is computed for a backward pass
+    assert found == operations(mode()(lambda: model(*inputs)))
 
 
 @each

@@ -421,6 +421,7 @@ def multiply_groups(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None) ->
     """y [M, N] of x [M, K] and w [E, N, K] by the recipe of `call`; by PyTorch without a call."""
     if call is None:
         return plain_grouped_linear(x, w, offsets)
+    call.has_backward = torch.is_grad_enabled()
     return _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
 
 
@@ -432,6 +433,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: Call, w_data: Tensor | None, s_w: Tensor | None
     ) -> Tensor:
         recipe, saved_x = call.recipe, None
+        needs_w = call.has_backward and ctx.needs_input_grad[1]
         if recipe.y is None:
             y = plain_grouped_linear(x.to(call.dtype), w, offsets)
         else:
@@ -441,10 +443,10 @@ class _GroupedLinear(torch.autograd.Function):
             observe_group(call.observer, "x", "x", [read_x], a, recipe.y.a, offsets)
             observe_matrices(call.observer, read_w, b, recipe.y.b, offsets)
             s_w, saved_x = b.scale, a if recipe.fusable else None
-        if recipe.dw is not None and recipe.fusable is None and ctx.needs_input_grad[1]:
+        if recipe.dw is not None and recipe.fusable is None and needs_w:
             saved_x = by_columns(x, recipe.dw.b, ops.aligned_groups(offsets, len(x)).place, recipe)
         x_data, s_x = (None, None) if saved_x is None else (saved_x.data, saved_x.scale)
-        if recipe.dw is None and ctx.needs_input_grad[1]:
+        if recipe.dw is None and needs_w:
             x_data = x.to(call.dtype)
         ctx.call, ctx.x_dtype = call, x.dtype
         ctx.save_for_backward(x_data, s_x, w, w_data, s_w, offsets)

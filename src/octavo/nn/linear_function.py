@@ -130,6 +130,7 @@ class LinearCall(Generic[R]):
     outer_observer: Observer | None = None  # in an MLP, where those of the layer after the activation are recorded
     input_is_saved: bool = False  # by another operation for its backward pass: to save x here too takes no memory
     parallel: Any = None  # a `ParallelLayer`, where ranks share the layer and a scale is that of a whole tensor
+    has_backward: bool = True  # False: a forward pass under `no_grad` quantizes nothing for a backward pass
 
     @property
     def is_operation(self) -> bool:
@@ -162,10 +163,9 @@ def shaped(y: Tensor, shape: torch.Size) -> Tensor:
 
 # ---- Layers as operations of PyTorch's dispatcher, for torch.compile.
 #
-# Dynamo traces an autograd function as Python code, forward and backward, in each layer of a model. That takes it
-# several times as long as the rest of the model. It does not trace into operations, so compiled code calls an operation
-# in place of the function. The operation is composite: AOTAutograd runs its code, which applies the autograd function,
-# so the graph that is compiled has the operations of the function. A string stands for the recipe (`Recipe.text`).
+# Dynamo traces an autograd function as Python code, forward and backward, in each layer, which takes it long. It does
+# not trace into operations, so compiled code calls an operation in place of the function. AOTAutograd runs its code, so
+# the graph that is compiled has the operations of the function. A string stands for the recipe (`Recipe.text`).
 #
 # A function that writes to a history of delayed scaling or to an observer is still traced. Both are written to in the
 # backward pass too, where PyTorch would take them for saved tensors that may not change.
@@ -187,6 +187,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
     if call.is_operation:
         return _linear(x, w, bias, data, scale, call.recipe.text, call.dtype, call.input_is_saved)
+    recorded = call.x_history, call.w_history, call.observer  # what these see of x and w does not depend on gradients
+    call.has_backward = torch.is_grad_enabled() or any(each is not None for each in recorded)
     return _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
 
 
@@ -196,7 +198,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
 )
 def _linear(*arguments: Any) -> Any:
     *tensors, w_data, w_scale, recipe, dtype, input_is_saved = arguments
-    call = LinearCall(read_recipe(recipe), dtype, input_is_saved=input_is_saved)
+    call = LinearCall(read_recipe(recipe), dtype, input_is_saved=input_is_saved, has_backward=torch.is_grad_enabled())
     return _Linear.apply(*tensors, call, w_data, w_scale)  # type: ignore[no-untyped-call]
 
 
@@ -205,7 +207,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, w_data: Tensor | None, w_scale: Tensor | None
     ) -> Tensor:
-        needs_x, needs_w = ctx.needs_input_grad[:2]
+        needs_x, needs_w = ctx.needs_input_grad[:2] if call.has_backward else (False, False)
         ctx.shape = x.shape
         x = rows(x)
         recipe = call.recipe

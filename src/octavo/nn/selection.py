@@ -149,9 +149,8 @@ def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -
 
 # ---- Giving a converted layer more precision while its model trains: BF16, or gradients in e5m2.
 #
-# Parameters, optimizer states and scale histories stay as they are, so a checkpoint from before the change fits the
-# model after it. A module that fuses layers of one recipe runs them one by one when their recipes differ. Compiled code
-# of the block that holds the layer is compiled again at its next call. The experts of a layer move together.
+# A checkpoint from before the change fits the model after it. A module that fuses layers of one recipe runs them one by
+# one when their recipes differ. Compiled code of the block is compiled again at its next call.
 
 
 def promote(layer: Any, to: str) -> None:

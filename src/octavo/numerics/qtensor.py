@@ -104,8 +104,6 @@ class QTensor:
 #     row           1 x K                         scale[M, 1]             (a token of x, an output channel of w)
 #     group:G       1 x G                         scale[M, ceil(K/G)]     (along the reduction; as block:1xG)
 #     block:RxC     R x C                         scale[ceil(M/R), ceil(K/C)]
-#
-# How many quantizations a layer needs, which multiplies its matrices transposed too, is in `octavo.recipe`.
 
 
 @dataclass(frozen=True)
