@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import octavo
 from octavo.nn import GEGLU, Experts, GroupedLinear, NormLinear, SwiGLU, use_fp8_attention
 from octavo.nn.attention_layers import GradientScales, attend_fp8
+from octavo.nn.fused_loss import linear_cross_entropy
 from octavo.nn.module_tools import PrecomputedProjections
 from octavo.nn.selection import promote
 from octavo.recipe import rowwise, rowwise_dw_bf16, tensorwise
@@ -133,6 +134,9 @@ REFUSED = [
     (lambda: octavo.scales.saturation(layer("delayed"), [ROWS]), "no layer of Sequential holds a scale of its input"),
     (lambda: seed(layer("delayed")), "the calibration has no amax of the input of 0"),
     (lambda: seed(nn.Linear(4, 4)), "has no scale histories"),
+    (lambda: linear_cross_entropy(ROWS, ROWS, torch.zeros(3)), "needs an int64 label for each token; got 3 tokens"),
+    *((lambda given=given: linear_cross_entropy(ROWS, ROWS, INDEX[:, 0], **given), "takes a chunk of at least 1 and")
+      for given in ({"chunk": 0}, {"chunk": -1}, {"recipe": "fp8"})),
 ]  # fmt: skip
 
 
@@ -150,7 +154,7 @@ def test_nested_inputs(layout: torch.layout) -> None:
 
 
 @each
-def test_transforms_of_torch_func(make) -> None:
+def test_transforms_of_torch_func_and_forward_mode(make) -> None:
     model, x = make(), torch.randn(3, 16)
     for transform in (
         lambda: torch.func.grad(lambda x: model(x).sum())(x),
@@ -160,14 +164,9 @@ def test_transforms_of_torch_func(make) -> None:
     ):
         with pytest.raises(NotImplementedError, match="octavo's layers do not support .*octavo.restore"):
             transform()
-    assert torch.func.functional_call(model, dict(model.named_parameters()), (x,)).shape == model(x).shape
-
-
-@each
-def test_forward_mode(make) -> None:
-    model = make()
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        model(forward_ad.make_dual(torch.randn(3, 16), torch.randn(3, 16)))
+        model(forward_ad.make_dual(x, x))
+    assert torch.func.functional_call(model, dict(model.named_parameters()), (x,)).shape == model(x).shape
 
 
 @each
@@ -222,8 +221,7 @@ def test_units_of_fully_shard_are_converted_before(mesh) -> None:
     model = nn.Sequential(fully_shard(nn.Linear(16, 16), mesh=mesh))
     with pytest.raises(ValueError, match="convert the model before fully_shard"):
         octavo.convert(model)
-    model = converted(nn.Sequential(nn.Linear(16, 16)))
-    x = torch.randn(2, 3, 16)
+    model, x = converted(nn.Sequential(nn.Linear(16, 16))), torch.randn(2, 3, 16)
     y = model(x)
     fully_shard(model[0], mesh=mesh)
     assert torch.equal(model(x), y)  # and no warning of FSDP's that the output is a view

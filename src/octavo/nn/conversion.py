@@ -102,8 +102,8 @@ def convert(
             from the inputs of the head, 4,096 tokens at a time, so that the logits never exist as a whole, and
             `.logits` is None. It takes `num_items_in_batch`, `ignore_index` and `shift_labels` as transformers' loss
             does, so Trainer and Lightning need no change. In evaluation, and without labels, the logits are whole.
-            Of a model that returns logits alone, as those of `octavo.models`, `model(tokens, labels=labels)` is the
-            loss. The recipe "bf16" changes nothing else.
+            Of a model that returns logits alone, as those of `octavo.models`, `model(tokens, labels=tokens)` is the
+            loss, which compares each logit with the next label. The recipe "bf16" changes nothing else.
         head: with `fuse_loss`, "rowwise" computes the three products of the head in FP8: faster than "bf16" where the
             vocabulary is large, at a cost in loss that docs/loss.md has.
         attention: "fp8" computes causal attention in E4M3 too (`octavo.nn.use_fp8_attention`). "bf16" leaves it as it
@@ -392,8 +392,8 @@ def reason_if_slower(sides: Sequence[int], recipe: Recipe, device: torch.device)
 # ---- Keep PyTorch off the fast path of `nn.TransformerEncoderLayer`, which reads weights and never calls the layers.
 #
 # PyTorch takes the fast path in evaluation mode without gradients. A converted linear layer would then not run in FP8.
-# So an encoder layer that has one becomes a subclass of its class in which the conditions of the fast path are false.
-# So does the `nn.TransformerEncoder` around it. A converted `nn.MultiheadAttention` has no fast path.
+# So an encoder layer that has one, and the `nn.TransformerEncoder` around it, become subclasses of their classes in
+# which the conditions of the fast path are false.
 
 
 class CallingEncoder:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed._functional_collectives as collectives
@@ -65,7 +65,8 @@ def linear_cross_entropy(
         recipe: "rowwise" computes the three products in FP8.
 
     Raises:
-        ValueError: another number of labels than of tokens, labels that are not int64, or another way of sharding.
+        ValueError: labels of another number or dtype, a chunk below 1, an unknown recipe, or a weight that is sharded
+            in another way.
     """
     group, first = "", 0
     if hasattr(weight, "device_mesh"):
@@ -74,8 +75,10 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     rows, labels = x.flatten(0, -2), labels.flatten().to(x.device)
     if len(rows) != len(labels) or labels.dtype != torch.int64:
-        got = f"{len(rows)} tokens and {len(labels)} labels in {labels.dtype}"
-        raise ValueError(f"the loss needs a label in int64 for each token; got {got}")
+        found = f"{len(rows)} tokens and {len(labels)} labels of {labels.dtype}"
+        raise ValueError(f"the loss needs an int64 label for each token; got {found}")
+    if chunk < 1 or recipe not in get_args(HeadRecipe):
+        raise ValueError(f"the loss takes a chunk of at least 1 and 'bf16' or 'rowwise'; got {chunk} and {recipe!r}")
     ignored = labels == ignore_index
     count = (~ignored).sum() if num_items is None else torch.as_tensor(num_items, device=x.device)
     count = count.to(torch.promote_types(dtype, torch.float32)).view(())
