@@ -194,12 +194,9 @@ def _run(
 
 # ---- Weights cast once an optimizer step instead of once a micro-batch, by caching their quantized bytes.
 #
-# Outside the block every forward pass casts the weights, so nothing can be stale. Inside it the weights are cast again
-# after each step of any torch optimizer and each `load_state_dict` of the model. The new bytes go into the same memory,
-# so that compiled code and CUDA graphs read them too. An eager forward pass also checks whether a weight was replaced,
-# moved or written in place since. The parameters that FSDP2 shards are not cached: their memory is freed and filled
-# again while the parameter looks the same. `octavo.distributed.fp8_all_gather` casts those once a step too.
-# docs/training_loop.md lists the writes that leave no trace.
+# New bytes go into the same memory, so that compiled code and CUDA graphs read them too. The parameters that FSDP2
+# shards are not cached: their memory is freed and filled again while the parameter looks the same.
+# `octavo.distributed.fp8_all_gather` casts those once a step too.
 
 
 @contextmanager

@@ -5,9 +5,8 @@ A forward or backward pass only reads the scale and records the largest amax it 
 of a step, and every recomputation under activation checkpointing, uses the same scale. The first step has no history
 and scales dynamically. The amax is recorded in place, so one thread at a time trains a model.
 
-`update_scales` stacks the histories of all operands with one cast, computes with the stack, and copies its rows back.
-So the number of operations is the same for any number of layers. The counts of steps are on the device too: once every
-history has a scale, the host does not wait for the device.
+`update_scales` computes the histories of all operands with one cast together: its operations are as many for any number
+of layers. The counts of steps are on the device too: once every history has a scale, the host does not wait for it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,10 +82,10 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
 
 
 @torch.no_grad()
-def update_scales(model: nn.Module, *, skipped: Tensor | None = None) -> None:
+def update_scales(model: nn.Module, *, skipped: Tensor | bool | None = None) -> None:
     """Finish a step of delayed scaling: call it after each optimizer step. Does nothing for other recipes.
 
-    Where `skipped`, a bool [], is True, the step changed no weight, and its amax values are dropped.
+    Where `skipped`, a bool or one on the device [], is True, the step changed no weight: its amax values are dropped.
     Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are reduced over
     all ranks, by one small all-reduce for each dimension of the mesh. So every rank must call this.
 
@@ -108,7 +107,7 @@ def update_scales(model: nn.Module, *, skipped: Tensor | None = None) -> None:
     found = [history for group in groups.values() for history in group]
     amax = torch.stack([history.pending for history in found])
     if skipped is not None:
-        amax = amax.masked_fill(skipped.to(amax.device), 0)
+        amax = amax.masked_fill(torch.as_tensor(skipped, device=amax.device), 0)
     for mesh in dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")):
         for ranks in mesh.get_all_groups():
             dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)

@@ -117,7 +117,7 @@ class RecipeLayer(nn.Module):
             for operand, cast in (("x", recipe.x), ("w", recipe.w), ("dy", recipe.dy))
             if cast is not None and cast.history is not None
         }
-        self.histories = ScaleHistories(histories) if histories else None
+        self.histories = ScaleHistories(histories).train(self.training) if histories else None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Called by `load_state_dict`. With assign=True it moves weights from the meta device, but no histories."""
