@@ -50,12 +50,14 @@ class CheckpointFiles:
     by_octavo: set[str] = field(default_factory=set)  # the tensors in files that Octavo wrote, as their headers say
     changed: list[str] = field(default_factory=list)  # tensors that Octavo wrote and another program has changed since
     _places: dict[str, tuple[Path, str]] = field(default_factory=dict)  # the file of a tensor, and its name there
+    _opened: dict[Path, Any] = field(default_factory=dict)  # the file read last
 
     def get(self, name: str) -> Tensor:
-        """Read one tensor to the CPU, in its stored dtype."""
+        """Read one tensor to the CPU, in its stored dtype. It is not to be changed: the file read last stays open."""
         path, stored = self._places[name]
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(stored)
+        if path not in self._opened:
+            self._opened = {path: safe_open(path, framework="pt")}
+        return self._opened[path].get_tensor(stored)
 
     def recorded(self, key: str) -> dict[str, Any]:
         """The object `key` of octavo.json; {} if there is none."""

@@ -36,8 +36,8 @@ class StreamedLinear(nn.Module):
 
 class StreamedModel:
     """A model of transformers (of `transformers_meta_model`, changed in place), to run. `get` reads a tensor to the CPU
-    by its name in the files, which hold `stored`. `compute` computes a linear layer, and may be replaced between calls.
-    `rounds` has a function for each layer that rounds keys and values. `logits`: its outputs are logits of tokens."""
+    by its name in the files, which hold `stored`. `compute` computes a linear layer, `rounds` has a function for each
+    layer that rounds keys and values; both may be replaced between calls. `logits`: its outputs are those of tokens."""
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class StreamedModel:
         compute: LinearFn,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]] = (),
     ) -> None:
         model: Any = meta_model.model.to(dtype)
         known = models.expert_matrices(meta_model)
@@ -56,7 +55,7 @@ class StreamedModel:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
         self.compute, self.device, self.logits = compute, torch.device(device), models.predicts_tokens(model)
-        self._rounds = rounds
+        self.rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]] = ()
         self.experts: dict[str, StreamedExperts] = {}  # each module of them, by its name
         tied = models.tied_names(model)
         for name, module in list(model.named_modules()):
@@ -80,7 +79,7 @@ class StreamedModel:
         """The outputs float32 (`octavo.hf.meta_model.model_outputs`) of token ids int64 [B, T] or of images."""
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            return models.model_outputs(self.model, inputs.to(self.device), self.logits, self._rounds)
+            return models.model_outputs(self.model, inputs.to(self.device), self.logits, self.rounds)
 
 
 def required_by(meta_model: MetaModel) -> Required:

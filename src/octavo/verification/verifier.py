@@ -10,9 +10,9 @@ The steps, in this order, each with its modules. No model runs on bytes that are
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from octavo.verification import layer_spec
 from octavo.verification.checks import Required, check_folder, check_weights, judge_alone
 from octavo.verification.findings import LayerReport, Report, measure_sizes
 from octavo.verification.layer_spec import LayerSpec, PackedLayers, RoundInput, round_input, scale_values
+from octavo.verification.layer_spec import round_input_by_compressed_tensors as by_compressed_tensors
 from octavo.verification.readers import Probe, try_readers
 from octavo.verification.stored_files import CheckpointFiles, Finding, check_description, read_files
 from octavo.verification.streamed_model import StreamedModel, expert_outputs, required_by
@@ -148,7 +149,7 @@ class Verification:
             )
         ratios: dict[str, float] = {}
         if (source := self.source) is not None:
-            built: list[Any] = [self._meta_model(), transformers_meta_model(source.config, source.description)]
+            built: list[Any] = [self.meta_model, transformers_meta_model(source.config, source.description)]
             ours, theirs = (each.model.config.to_dict() for each in built)  # with the defaults of transformers
             check_description(files, ours, theirs, source.description)
         if source is None or files.folded:
@@ -173,10 +174,9 @@ class Verification:
 
     def _find_required(self) -> Required | None:
         try:
-            meta_model = self._meta_model()
-            self.files.shapes, left = meta_model.leave_out(self.files.shapes)
+            self.files.shapes, left = self.meta_model.leave_out(self.files.shapes)
             self.files.remarks += [left] if left else []
-            return required_by(meta_model)
+            return required_by(self.meta_model)
         except ImportError:
             raise
         except Exception as error:  # a damaged config.json may raise anything
@@ -186,7 +186,7 @@ class Verification:
 
     def try_readers(self) -> None:
         """Open the folder with every reader installed here."""
-        meta_model = self._meta_model()
+        meta_model = self.meta_model
         if meta_model.takes_text and not has_tokenizer(self.files.folder):
             self.report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
         self.progress(0, 4, "opening with every reader")
@@ -195,18 +195,20 @@ class Verification:
         # Of each module of experts: tokens of the first run, and what each run gives for them.
         experts: dict[str, list[Tensor]] = {}
 
-        def run(rounding: RoundInput | None, dtype: torch.dtype = torch.float32) -> Tensor:
-            model = self._packed_model(rounding, dtype)
-            outputs = model(given).cpu()
-            for name, module in model.experts.items():
-                if module.tokens is not None:
-                    tokens, *_ = each = experts.setdefault(name, [module.tokens])
-                    each.append(expert_outputs(model.model, name, tokens, len(module.matrices)))
-            return outputs
+        def run(dtype: torch.dtype, *roundings: RoundInput | None) -> Iterator[Tensor]:
+            """The outputs of one model, with inputs that are rounded in each of these ways."""
+            model = self._packed_model(dtype)
+            for rounding in roundings:
+                self._round(model, rounding)
+                yield model(given).cpu()
+                for name, module in model.experts.items() if rounding is not by_compressed_tensors else ():
+                    if module.tokens is not None:
+                        tokens, *_ = each = experts.setdefault(name, [module.tokens])
+                        each.append(expert_outputs(model.model, name, tokens, len(module.matrices)))
 
         try:
-            reference, unrounded, bf16 = run(round_input), run(None), run(round_input, torch.bfloat16)
-            emulated = self._packed_model(layer_spec.round_input_by_compressed_tensors)(given).cpu()
+            reference, emulated, unrounded = run(torch.float32, round_input, by_compressed_tensors, None)
+            (bf16,) = run(torch.bfloat16, round_input)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # settings that a model is built from, and cannot run with, raise anything
@@ -214,21 +216,11 @@ class Verification:
             self.files.add_finding("config", "config.json", message)
             self.report.not_run = "no reader was tried, since the model cannot run"
             return
-        probe = Probe(
-            self.files.folder,
-            self.layers,
-            self.files.settings,
-            causal=is_language_model(meta_model.model),
-            logits=predicts_tokens(meta_model.model),
-            cache=bool(layer_spec.cache_names(self.files)),
-            mixture=bool(meta_model.experts.experts),
-            inputs=given,
-            reference=reference,
-            emulated=emulated,
-            unrounded=unrounded,
-            bf16=bf16,
-            experts=experts,
-        )
+        model, files = meta_model.model, self.files
+        cache, mixture = bool(layer_spec.cache_names(files)), bool(meta_model.experts.experts)
+        kind = is_language_model(model), predicts_tokens(model), cache, mixture
+        outputs = reference, emulated, unrounded, bf16
+        probe = Probe(files.folder, self.layers, files.settings, *kind, given, *outputs, experts)
         for done, reader in enumerate(try_readers(probe, self.device), start=1):
             self.progress(done, 4, "opening with every reader")
             self.report.readers.append(reader)
@@ -267,20 +259,26 @@ class Verification:
                 message = f"{measured}, the limit is {budget.show(budget.limit)}"
                 report.findings.append(Finding("budget", budget.measure, message))
 
-    def _packed_model(
-        self, rounding: RoundInput | None = round_input, dtype: torch.dtype = torch.float32
-    ) -> StreamedModel:
-        """The reference. None leaves inputs, keys and values as they are, for a reader that only widens weights."""
-        meta_model, stored = self._meta_model(), self.files.shapes
-        unrounded: Collection[str] = self.layers if rounding is None else ()
-        if rounding is layer_spec.round_input_by_compressed_tensors:  # transformers widens experts
-            unrounded = meta_model.experts.experts
-        layers = PackedLayers(self.files, self.layers, self.device, rounding or round_input, unrounded)
-        scales = {} if rounding is None else layer_spec.cache_scales(self.files)
-        rounds = [partial(layer_spec.round_keys_and_values, pair) for pair in scales.values()]
-        return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, rounds)
+    def _packed_model(self, dtype: torch.dtype = torch.float32) -> StreamedModel:
+        """The reference. Its modules are changed, so they are not those of `meta_model`."""
+        meta_model = transformers_meta_model(self.files.config, self.files.folder)
+        layers = PackedLayers(self.files, self.layers, self.device)
+        model = StreamedModel(meta_model, layers.get, self.files.shapes, layers, self.device, dtype)
+        self._round(model, round_input)
+        return model
 
-    def _meta_model(self) -> MetaModel:
+    def _round(self, model: StreamedModel, rounding: RoundInput | None) -> None:
+        """Let the reference round its inputs so. None leaves inputs, keys and values as they are, for a reader that
+        only widens weights."""
+        unrounded: Collection[str] = self.layers if rounding is None else ()
+        if rounding is by_compressed_tensors:  # transformers widens experts
+            unrounded = self.meta_model.experts.experts
+        model.compute = PackedLayers(self.files, self.layers, self.device, rounding or round_input, unrounded)
+        scales = {} if rounding is None else layer_spec.cache_scales(self.files)
+        model.rounds = [partial(layer_spec.round_keys_and_values, pair) for pair in scales.values()]
+
+    @cached_property
+    def meta_model(self) -> MetaModel:
         return transformers_meta_model(self.files.config, self.files.folder)
 
 
