@@ -17,25 +17,26 @@ import octavo
 FIXTURES = Path(__file__).parent / "fixtures" / "c1755f76"
 MODULES, LINES = 60, 12_000  # of ours, that a command which computes little may import
 
-# Commands, each in a fork of a process that has imported PyTorch, which all of them do. What functions import on the
-# way counts too, since the command has run.
+# Commands, each list of them in a fork of a process that has imported PyTorch, which all of them do. What functions
+# import on the way counts too, since the command has run.
 COMMAND = """
 import json, os, sys, torch
-for line in json.loads(sys.argv[1]):
+for lines in json.loads(sys.argv[1]):
     if os.fork():
-        assert not os.wait()[1], line
+        assert not os.wait()[1], lines
         continue
     from octavo_cli import main
-    sys.argv = ["octavo", *line]
-    try:
-        main()
-    except SystemExit as end:
-        assert not end.code, end.code
-    modules = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-    ours = [path for name, path in modules.items() if name.split(".")[0] in ("octavo", "octavo_cli") and path]
-    lines = sum(len(open(path).readlines()) for path in ours)
-    others = [name for name in ("transformers", "octavo.train.trainer") if name in modules]
-    print("\\n=" + json.dumps({"modules": len(ours), "lines": lines, "others": others}), flush=True)
+    for line in lines:
+        sys.argv = ["octavo", *line]
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code, end.code
+        modules = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+        ours = [path for name, path in modules.items() if name.split(".")[0] in ("octavo", "octavo_cli") and path]
+        count = sum(len(open(path).readlines()) for path in ours)
+        others = [name for name in ("transformers", "octavo.train.trainer") if name in modules]
+        print("\\n=" + json.dumps({"modules": len(ours), "lines": count, "others": others}), flush=True)
     os._exit(0)
 """
 COMMANDS = {
@@ -47,7 +48,7 @@ COMMANDS = {
     "inspect": "inspect PACKED",
     "formats": "formats",
 }
-OWN = {  # commands on a model of ours, which needs none of the extras
+OWN = {  # commands on a model of ours, which needs none of the extras, one after another in one process
     "train": "train --steps 1 --layers 1 --width 32 --context 32 --device cpu --data TEXT --out OUT/run",
     "generate": "generate OUT/run --prompt a --count 1 --device cpu",
     "evaluate": "evaluate OUT/run --device cpu",
@@ -80,7 +81,8 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     places = {"RUN": FIXTURES / "run", "PACKED": FIXTURES / "packed", "OUT": tmp_path_factory.mktemp("out")}
     places["TEXT"], commands = write_text(tmp_path_factory, 300), COMMANDS | OWN
     lines = [re.sub("|".join(places), lambda place: str(places[place[0]]), line).split() for line in commands.values()]
-    done = subprocess.run([sys.executable, "-c", COMMAND, json.dumps(lines)], capture_output=True, text=True)
+    processes = [*([line] for line in lines[: len(COMMANDS)]), lines[len(COMMANDS) :]]
+    done = subprocess.run([sys.executable, "-c", COMMAND, json.dumps(processes)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("=")]
     return dict(zip(commands, found, strict=True))
