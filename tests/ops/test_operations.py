@@ -1,7 +1,7 @@
 """Every registered operation: its fake implementation, its schema, and strided inputs."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ def others() -> Iterator[Example]:
     yield from (*of_experts(), *permutations(10, 2, 3, 32, torch.bfloat16))
 
 
-def each(*groups: Iterator[Example]) -> pytest.MarkDecorator:
+def each(*groups: Iterable[Example]) -> pytest.MarkDecorator:
     listed = [case for group in groups for case in group]
     return pytest.mark.parametrize(("name", "values"), listed, ids=[name for name, _ in listed])
 
@@ -101,7 +101,14 @@ def test_files_that_only_a_gpu_runs_call_operations_with_all_their_arguments():
             assert len(values) == count, f"{path} gives {name} {len(values)} arguments, and it takes {count}"
 
 
-@each(cases((5, 70)), others(), of_gemm_and_attention(), of_loss())
+# One of those that differ in numbers and strings alone, such as formats and granularities. Other tests take them all.
+KINDS = {
+    f"{name} {tree_map_only((Tensor, str), lambda value: getattr(value, 'dtype', str), values)}": (name, values)
+    for name, values in (*cases((5, 70)), *others(), *of_gemm_and_attention(), *of_loss())
+}
+
+
+@each(KINDS.values())
 def test_opcheck(name, values):
     checks = ["test_autograd_registration", "test_faketensor"]
     if name not in ("add_product", "append_kv", "rotate_append"):
