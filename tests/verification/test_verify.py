@@ -44,24 +44,24 @@ CHANNEL = [
     "mistral", "qwen2", "qwen3", "opt", "gpt2", "gptneox", "gemma2", "jamba", "olmo hybrid", "bamba", *UNFUSED, "t5",
     "bart", *ENCODERS, "mixtral", "qwen3moe", "whisper", *IMAGE_MODELS,
 ]  # fmt: skip
-FP8 = ("llama", "qwen2", "bert", "t5", "bart", "mixtral", "qwen3moe", "vit", "whisper")
+FP8 = ("llama", "qwen2", "bert", "t5", "mixtral", "vit", "whisper")
 SEVERAL = {"*.down_proj": "mx", "*.layers.0.*": "channel"}  # the first that matches counts
+# Each scheme, each architecture and each option, and the pairs that are computed in a way of their own.
 FOLDERS = [
     *(("llama", {"scheme": scheme}) for scheme in SCHEMES),
     ("llama", {"scheme": "mx", "layers": {"*.o_proj": "channel", "*.down_proj": "block"}}),
     ("llama", {"scheme": "block", "layers": SEVERAL, "skip": ("*.layers.1.mlp.*",)}),
     *((name, {"scheme": "channel"}) for name in CHANNEL),
     *((name, {"scheme": "channel", "experts": True}) for name in MIXTURES),
-    *((name, {"scheme": "tensor"}) for name in ("mistral", "opt", "gpt2")),
+    *((name, {"scheme": "tensor"}) for name in ("opt", "gpt2")),
     ("gpt2", {"pow2": True}),
-    *((name, {"scheme": "static"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert")),
-    ("qwen2", {"scheme": "block"}),
+    *((name, {"scheme": "static"}) for name in ("qwen2", "opt", "bert")),
     *((name, {"scheme": "block", "layout": "fp8"}) for name in FP8),
-    *((name, {"scheme": "mx"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert", "gemma2", "vit")),
+    *((name, {"scheme": "mx"}) for name in ("opt", "bert", "gemma2", "vit")),
     ("vit", {"scheme": "group64"}),
     *((name, {"scheme": "weight"}) for name in ("mixtral", "glm4moe")),  # transformers keeps their experts in BF16
-    *((name, {"scheme": "int8"}) for name in ("opt", "mixtral", "qwen3moe", "deepseekv3", "vit")),
-    *((name, {"scheme": "channel", "kv_cache": "fp8"}) for name in ("llama", "mistral", "qwen2", "qwen3", "opt")),
+    *((name, {"scheme": "int8"}) for name in ("opt", "mixtral", "deepseekv3", "vit")),
+    *((name, {"scheme": "channel", "kv_cache": "fp8"}) for name in ("mistral", "qwen2", "opt")),
     *(("llama", {"scheme": scheme, "kv_cache": "fp8"}) for scheme in ("static", "mx")),
     *(("mistral", {"scheme": "static", "kv_cache": "fp8", "rule": rule}) for rule in ("percentile", "mse")),
 ]
@@ -123,11 +123,10 @@ def check_quality(name, options, report):
         assert 0 < int8.kl.value < quality.kl.value * (1.1 if options.get("scheme") == "int8" else 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama untied", "gpt2", "qwen2"])
-def test_what_was_packed_from_a_run(packed, made, name):
-    report = run_verify(packed[name].packed, packed[name].run)
+def test_what_was_packed_from_a_run(packed):
+    report = run_verify(packed["gpt2"].packed, packed["gpt2"].run)
     check_agreement(report)
-    assert len(report.layers) == {"gpt2": 12, "llama untied": 12}.get(name, 14)  # on disk, q, k and v are three
+    assert len(report.layers) == 12  # on disk, q, k and v are three
     assert 0 < report.quality.kl.value < 0.2
 
 
@@ -271,14 +270,6 @@ def test_stored_scales_by_an_unknown_rule_are_a_remark(made, tmp_path, no_reader
     assert remark.startswith("model.layers.1.self_attn.k_scale is ")
 
 
-def test_a_device_or_a_model_that_is_not_there(made, tmp_path):
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="device cuda was asked for"):
-            verify(tmp_path, made("llama"), device="cuda")
-    with pytest.raises(FileNotFoundError, match="there is no folder .*: give a run of octavo train, or"):
-        verify(tmp_path, tmp_path / "none")
-
-
 def test_weights_are_widened_one_at_a_time(made, tmp_path, monkeypatch, no_readers):
     """While prompts run, a layer's weights are freed before the next layer's are read."""
     alive = []
@@ -305,7 +296,7 @@ def test_weights_are_widened_one_at_a_time(made, tmp_path, monkeypatch, no_reade
 @pytest.mark.usefixtures("no_readers")
 @pytest.mark.parametrize("name", [*MODELS, *IMAGE_MODELS])
 def test_families(made, name):
-    for scheme in ("channel", "int8", "mx")[: 2 if name == "swin v2" else 3]:  # a layer of which has two inputs
+    for scheme in ("channel", "mx")[: 1 if name == "swin v2" else 2]:  # a layer of which has two inputs
         assert complaints(made(name, scheme=scheme), made(name)) == []
 
 
