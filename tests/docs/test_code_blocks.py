@@ -151,9 +151,10 @@ def parse(words: list[str]) -> None:
 
 
 def write_settings(block: Block) -> None:
-    """Check a file of settings, and write it under the name in its first line: `# small.toml`."""
+    """Check a file of settings, and write it under the name in its first line, `# small.toml`, with small batches."""
     Config.from_dict(tomllib.loads(block.text))
-    Path(block.text.splitlines()[0].removeprefix("# ")).write_text(block.text)
+    batch = "" if "batch = " in block.text else "batch = 1\n"
+    Path(block.text.splitlines()[0].removeprefix("# ")).write_text(batch + block.text)
 
 
 # ---- What pages say of the library: a section on each rule of warnings, the problems of doctor, the fields of a recipe

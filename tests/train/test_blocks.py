@@ -215,7 +215,7 @@ def test_the_loss_that_spreads_tokens_has_a_gradient_and_no_value(losses):
 @pytest.mark.parametrize("shared", [0, 32])
 @pytest.mark.filterwarnings("ignore:.* is an expert in FP8")
 def test_a_run_is_packed_and_opened(begin, tmp_path, shared):
-    trainer = begin(**(SPARSE | {"experts": {"count": 4, "shared_width": shared}}))
+    trainer = begin(**(SPARSE | {"steps": 4, "experts": {"count": 4, "shared_width": shared}}))
     trainer.run()
     found = precision_of(trainer.model, torch.device("cpu"))
     assert found["fp8_share"] > 0.5

@@ -20,8 +20,6 @@ RUNS = [
     {"recipe": "bf16"},
     {"recipe": "rowwise", "watch": {"interval": 3}},
     {"recipe": "tensorwise", "tied": False, "log_every": 4},
-    {"recipe": "delayed", "log_every": 4},
-    {"recipe": "rowwise", "clip": 0.0, "log_every": 4},
     {"recipe": "rowwise", "accumulate": 3, "model": "mixture", "experts": {"count": 2}},
     {"recipe": "delayed", "clip": 0.0, "accumulate": 2, "loss": {"logits": "chunked"}, "sample": 4},
     {"recipe": "mxfp8", "activation_checkpointing": {"mode": "full"}},

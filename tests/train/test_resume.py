@@ -26,7 +26,6 @@ from octavo.train.saving import disturb_weights
 from octavo.train.trainer import branch_settings, start_or_resume, start_run
 
 RUNS = [
-    {"recipe": "delayed"},
     {"recipe": "tensorwise", "accumulate": 2},
     {"recipe": "rowwise", "precision": "fp16"},
     {"recipe": "delayed", "model": "gpt2", "activation_checkpointing": {"mode": "full"}},
