@@ -177,19 +177,14 @@ def test_other_schemes_and_a_glob_that_is_left_with_nothing(tmp_path, model, dat
     calibration = tmp_path / "calibrated" if scheme == "static" else None
     if calibration:
         calibrate(model, data, calibration, prompts=PromptOptions(10, 24))
-    options = PackOptions(scheme=scheme, calibration=calibration, layers={SENSITIVE: "channel"})
+    skip = ["*.o_proj"]
+    options = PackOptions(scheme=scheme, calibration=calibration, layers={SENSITIVE: "channel"}, skip=skip)
     report, kept = pack_within(model, tmp_path / "out", KL, data, options, prompts=FEW)
     assert SENSITIVE in kept.skip
-    assert Counter(report.packed.values())[scheme] == 3 * 7 - len(kept.skip)
+    assert Counter(report.packed.values())[scheme] == 3 * 6 - len(kept.skip)
+    assert len(kept.ranking) == 3 * 3
     kl, _ = measure(whole_model(model), tmp_path / "out", prompts(model, data, 10))
     assert kl == pytest.approx(kept.quality.kl.value, rel=0.2)
-
-
-def test_skip_is_kept_too(tmp_path, model, data):
-    report, kept = pack_within(model, tmp_path / "out", KL, data, PackOptions(skip=["*.o_proj"]), prompts=FEW)
-    assert kept.skip == [SENSITIVE]
-    assert len(report.packed) == 3 * 6 - 1
-    assert len(kept.ranking) == 3 * 3
 
 
 def test_what_cannot_be_held(tmp_path, model, data):
