@@ -9,7 +9,7 @@ from itertools import product
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, promoted
 from bench.report.filler import MISSING, Result, Rows, number
 from octavo.checkpoint.scheme import SCHEMES, find_gemm, scheme_on
-from octavo.ops.dispatch import gemm_backends, grouped_backends, in_formats_of
+from octavo.ops.dispatch import gemm_backends, in_formats_of
 from octavo.ops.launching import ARCHITECTURES
 from octavo.recipe import GEMMS, PRESETS, Recipe, blockwise, mxfp8, rowwise
 
@@ -129,11 +129,11 @@ SHOWN = [ARCHITECTURES[key] for key in ("ampere", "ada", "hopper", "blackwell", 
 
 def recipes_by_gpu() -> Rows:
     presets = [preset() for preset in PRESETS.values()]
-    rows = [(f"`{recipe.name}`", recipe, gemm_backends) for recipe in presets if recipe.quantized]
+    rows = [(f"`{recipe.name}`", recipe, False) for recipe in presets if recipe.quantized]
     experts = (rowwise(), blockwise(), mxfp8())
-    rows += [(f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends) for recipe in experts]
-    for (name, recipe, find), gpu in product(rows, SHOWN):
-        names = dict.fromkeys(backend.name for backend in find(in_formats_of(gpu, recipe), gpu).values())
+    rows += [(f"stacks of experts, by `{recipe.name}`", recipe, True) for recipe in experts]
+    for (name, recipe, grouped), gpu in product(rows, SHOWN):
+        names = dict.fromkeys(b.name for b in gemm_backends(in_formats_of(gpu, recipe), gpu, grouped=grouped).values())
         yield {"recipe": name, "gpu": gpu.name, "gemm": "none" if "none" in names else ", ".join(names)}
 
 

@@ -342,6 +342,6 @@ def test_tables_are_in_order():
 def test_experts_have_a_grouped_gemm_where_linear_layers_have_one(name):
     recipe = PRESETS[name]()
     for gpu in NVIDIA if backend.runs_experts(recipe) else ():
-        found = backend.gemm_backends(recipe, gpu), backend.grouped_backends(recipe, gpu)
+        found = backend.gemm_backends(recipe, gpu), backend.gemm_backends(recipe, gpu, grouped=True)
         linear, grouped = ({gemm for gemm in each if each[gemm].name == "none"} for each in found)
         assert linear == grouped

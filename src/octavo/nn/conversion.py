@@ -42,7 +42,7 @@ from octavo.nn.module_tools import (
 from octavo.nn.only_if_faster import find_speedups, gemm_shapes, skip_slower, skip_uncalled
 from octavo.nn.selection import ATTENTION_OUTPUT, SelectedLayer, select_linears, skipped_by_name
 from octavo.ops import Backend
-from octavo.ops.dispatch import choose_recipe, gemm_backends, grouped_backends, runs_experts
+from octavo.ops.dispatch import choose_recipe, gemm_backends, runs_experts
 from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.launching import find_architecture
 from octavo.ops.registration import FLOATS
@@ -176,7 +176,7 @@ def convert(
     if loss is not None:
         join_loss(*loss, head)
     coverage = find_coverage(model, chosen if recipe.quantized else (), forward)
-    fused, grouped = _fused_modules(model), grouped_backends(recipe, device)
+    fused, grouped = _fused_modules(model), gemm_backends(recipe, device, grouped=True)
     sides = [size for row in stacks if not row.reason for size in row.shape[1:]]
     slow = reason_if_slower(sides, recipe, device) if sides and device.type == "cuda" else ""
     return Conversion(recipe, rows, backends, coverage, speedup_source, fused, stacks, grouped, slow)
@@ -367,7 +367,9 @@ def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Rec
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if any(w.dtype not in FLOATS for w in weights):
         return f"its weights are {weights[0].dtype}: FP8 is computed from float32, bfloat16 or float16"
-    missing = [backend.reason for backend in grouped_backends(recipe, device).values() if backend.name == "none"]
+    missing = [
+        backend.reason for backend in gemm_backends(recipe, device, grouped=True).values() if backend.name == "none"
+    ]
     if missing and not recipe.emulate:
         return missing[0]
     if device.type == "cuda" and any(size % ALIGNMENT for w in weights for size in w.shape[1:]):
@@ -379,7 +381,7 @@ def reason_if_slower(sides: Sequence[int], recipe: Recipe, device: torch.device)
     """Why experts whose matrices have these sides would not be faster in FP8, or ""."""
     if device.type != "cuda":
         return "FP8 is emulated here"
-    if any(backend.name == "dequantized" for backend in grouped_backends(recipe, device).values()):
+    if any(backend.name == "dequantized" for backend in gemm_backends(recipe, device, grouped=True).values()):
         return f"the operands of {recipe.name} are widened to BF16 here, which is not faster"
     if min(sides) < LEAST_SIDE:
         return f"a side below {LEAST_SIDE}, where FP8 was not measured faster on an H200"

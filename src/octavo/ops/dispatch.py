@@ -350,21 +350,17 @@ def fp8_attention_limit(device: Place, head_dim: int, *, training: bool = False)
 _IN_BF16 = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
 
 
-def gemm_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
-    """The backends of y, dx and dw; "bf16" for a GEMM without casts, which runs in the autocast dtype."""
-    return _backends(recipe, place, grouped=False)
-
-
-def grouped_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
-    """The backends of the grouped GEMMs y, dx and dw of experts; none for a recipe that they cannot run."""
-    return _backends(recipe, place, grouped=True) if runs_experts(recipe) else {}
-
-
-def _backends(recipe: Recipe, place: Place, *, grouped: bool) -> dict[str, Backend]:
-    return {
-        name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place, grouped=grouped)
-        for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw))
-    }
+def gemm_backends(recipe: Recipe, place: Place, *, grouped: bool = False) -> dict[str, Backend]:
+    """The backends of y, dx and dw; "bf16" for a GEMM without casts, which runs in the autocast dtype. Of the `grouped`
+    GEMMs of experts none for a recipe that they cannot run."""
+    return (
+        {}
+        if grouped and not runs_experts(recipe)
+        else {
+            name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place, grouped=grouped)
+            for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw))
+        }
+    )
 
 
 def runs_experts(recipe: Recipe) -> bool:
@@ -382,16 +378,11 @@ def runs_experts(recipe: Recipe) -> bool:
 
 def product_backend(a: Cast, b: Cast, place: Place, *, grouped: bool = False) -> Backend:
     """The backend of a product of operands that are cast by `a` and `b`."""
-    formats = _format_in_memory(a), _format_in_memory(b)
+    left, right = ("e4m3" if cast.format == "e2m1" else cast.format for cast in (a, b))  # E4M3 holds all of E2M1
     e8m0 = a.scale.startswith("e8m0"), b.scale.startswith("e8m0")
     if grouped:
-        return find_grouped_backend(place, formats, a.granularity, b.granularity, e8m0=all(e8m0))
-    return find_backend(place, a.granularity, b.granularity, formats, e8m0=e8m0)
-
-
-def _format_in_memory(cast: Cast) -> str:
-    """The format that a GEMM reads: E4M3 holds the numbers of E2M1."""
-    return "e4m3" if cast.format == "e2m1" else cast.format
+        return find_grouped_backend(place, (left, right), a.granularity, b.granularity, e8m0=all(e8m0))
+    return find_backend(place, a.granularity, b.granularity, (left, right), e8m0=e8m0)
 
 
 def takes_fnuz(place: Place) -> bool:

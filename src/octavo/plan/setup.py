@@ -122,7 +122,7 @@ class Setup:
     def fp8_experts(self) -> bool:
         """True if experts run in FP8."""
         architecture = ARCHITECTURES[self.gpu.architecture]
-        found = dispatch.grouped_backends(dispatch.in_formats_of(architecture, self.recipe), architecture)
+        found = dispatch.gemm_backends(dispatch.in_formats_of(architecture, self.recipe), architecture, grouped=True)
         return bool(found) and all(backend.name != "none" for backend in found.values())
 
     @property

@@ -20,7 +20,7 @@ from octavo.nn.module_tools import class_name, is_conv1d, plain_name, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import device_of, first_indices, local_part
 from octavo.observation.operand_statistics import EXPONENTS, clear, combine_all, histograms, sampled_rows, stack_double
-from octavo.ops.dispatch import gemm_backends, grouped_backends
+from octavo.ops.dispatch import gemm_backends
 from octavo.recipe import Recipe
 from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, Table
 from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
@@ -201,7 +201,7 @@ def _gemms(matrix: Matrix, dtype: str, seen: set[str], fused: str | None) -> Ite
         return
     backends = gemm_backends(recipe, device_of(weight))  # a layer that was moved to BF16 has the recipe bf16
     if matrix.leaf:
-        backends = backends | grouped_backends(recipe, device_of(weight))
+        backends = backends | gemm_backends(recipe, device_of(weight), grouped=True)
     for name, operand in _GEMM_OF.items():
         ran = "recomputed" in seen if name == "recomputation" else operand in seen
         if not ran or (name == "dw" and not weight.requires_grad):
