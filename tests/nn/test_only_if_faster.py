@@ -166,7 +166,7 @@ def test_a_table_is_written_whole_or_not_at_all(folder: Path, monkeypatch: pytes
     write_table(path, table)
     assert read_table(path) == table
 
-    def full_disk(self: Path, text: str) -> None:
+    def full_disk(self: Path, text: str, encoding: str) -> None:
         self.write_bytes(text[:99].encode())
         raise OSError("no space left on device")
 

@@ -1,6 +1,7 @@
 """Reading and writing safetensors and JSON files, with errors that name the file."""
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -110,8 +111,9 @@ def check_expert_counts(config: Mapping[str, Any], where: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all: a full disk must not destroy the old one."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write a file that appears whole or not at all, also where another process writes it: a full disk must not destroy
+    the old one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)

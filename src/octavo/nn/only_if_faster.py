@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import statistics
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from octavo.checkpoint.files import replace_file
 from octavo.nn.conversion_report import ForwardPass, Row
 from octavo.nn.delayed import update_scales
 from octavo.nn.fused_modules import FusedModule
@@ -208,14 +208,8 @@ def read_table(path: Path) -> Table:
 
 
 def write_table(path: Path, table: Table) -> None:
-    """Write `table` whole or not at all, even if another process writes it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        partial.write_text(table.to_json())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_file(path, table.to_json())
 
 
 def measure_shapes(
