@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 from octavo import speed
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.models.llama import LlamaConfig, rope_tables
+from octavo.train.processes import collect_between_steps
 from octavo.util import installed as installed
 
 Step = Callable[[], Any]
@@ -198,8 +199,9 @@ def own_code(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"forward": copy})
 
 
+@collect_between_steps()
 def once(step: Step, repeat: int) -> float:
-    """Milliseconds a step, of `repeat` in a row; by the clock without a GPU."""
+    """Milliseconds a step, of `repeat` in a row, without Python's garbage collection; by the clock without a GPU."""
     if not torch.cuda.is_available():
         began = time.perf_counter()
         for _ in range(repeat):

@@ -120,7 +120,8 @@ def activations(f: int) -> Iterator[Kernel]:
         forward, moved = (u, kind, None, True, ROW_X.spec), 2 * width + 1
         yield Kernel(f"{kind} + quantize", activation._activation_quantize, forward, T * f, moved)
         _, scale = activation._activation_quantize(*forward)
-        arguments = dh, u, kind, DY_CAST.spec, *factors(width * f), ROW_X.spec, scale, False, None
+        column, row = factors(width * f)
+        arguments = dh, u, kind, DY_CAST.spec, column, None, row, None, ROW_X.spec, scale, False, None, None
         backward = activation._activation_backward
         yield Kernel(f"{kind} + quantize, backward", backward, arguments, T * f, moved + width + 2)
 

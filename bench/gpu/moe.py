@@ -32,8 +32,8 @@ from bench.gpu.modes import speedup
 from octavo.checkpoint.scheme import get_scheme
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear
 from octavo.nn import Experts, GroupedLinear
-from octavo.numerics import ROW, Cast, QTensor
-from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, sort_by_expert
+from octavo.numerics import ROW, Cast
+from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, sort_by_expert, transpose
 from octavo.ops import library_gemms as cutlass
 from octavo.ops.launching import Operands, compile_only
 from octavo.recipe import ROW_W, ROW_X, Recipe, blockwise, mxfp8, rowwise
@@ -155,7 +155,7 @@ class Products:
         self.x_q, self.dy_q = quantize(self.x, ROW_X), quantize(self.dy, ROW_X)
         self.w_q = quantize_matrices(self.w, ROW_W)
         self.wt_q = quantize_matrices(self.w.transpose(1, 2).contiguous(), ROW_W)
-        self.x_t, self.dy_t = transposed(self.x_q), transposed(self.dy_q)
+        self.x_t, self.dy_t = transpose(self.x_q.data), transpose(self.dy_q.data)
         self.scale = torch.ones(e, n, 1, device=DEVICE)
         self.flops = 2 * m * n * k
 
@@ -169,10 +169,6 @@ class Products:
     def tflops(self, ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
         ms = harness.medians(harness.interleaved(ways, rounds=5, repeat=3))
         return {way: round(self.flops / took / 1e9, 1) for way, took in ms.items()}
-
-
-def transposed(q: QTensor) -> Tensor:
-    return q.data.view(torch.uint8).t().contiguous().view(q.data.dtype)
 
 
 def gemms(shape: Shape) -> dict[str, float]:
@@ -268,7 +264,7 @@ def measure_kernels(shape: Shape) -> dict[str, Any]:
         "dx": of_rows(p.dy_q.data, p.wt_q.data, p.offsets),
         "dw": of_columns(p.dy_t, p.x_t, p.offsets),
         "dx of e5m2": of_rows(e5m2.data, p.wt_q.data, p.offsets),
-        "dw of e5m2": of_columns(transposed(e5m2), p.x_t, p.offsets),
+        "dw of e5m2": of_columns(transpose(e5m2.data), p.x_t, p.offsets),
     }
     with compile_only():  # in several threads
         for gemm in gemms.values():

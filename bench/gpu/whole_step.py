@@ -35,7 +35,7 @@ from octavo.models.tokenizer import ByteTokenizer
 from octavo.nn.fused_loss import CHUNK, linear_cross_entropy
 from octavo.train import step_metrics
 from octavo.train.config import Config
-from octavo.train.processes import collect_between_steps, training_console
+from octavo.train.processes import training_console
 from octavo.train.trainer import Trainer, start_run
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -157,7 +157,7 @@ def open_run(folder: str, recipe: str, compiled: bool, scope: ExitStack) -> Trai
 
 def train_cell(name: str, rounds: int) -> dict[str, Any]:
     """The milliseconds of a step of `octavo train` and its peak, by recipe, compiled and not."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as scope, collect_between_steps():
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as scope:
         Training("1b").model.save_pretrained(folder)
         ByteTokenizer().save(folder)
         modes = {f"{r}{how}": (r, not how) for how in ("", ", eager") for r in (BASE, "rowwise")}
