@@ -37,7 +37,7 @@ def product(sizes, k, n, pair, tile, fast, turned):
         data = b.data.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(b.data.dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "take_descriptors", lambda a, b: True)
-        patch.setattr(kernel, "DESCRIBED", kernel.Tiling(64, 32, 1, 2, 4))
+        patch.setattr(kernel, "DESCRIBED_NARROW", kernel.Tiling(64, 32, 1, 2, 4))
         given = Operands.of(a, b)._replace(b=data)
         return kernel.grouped_mm(given, offsets, torch.float32, fast, tile and kernel.Tiling(*tile)).numpy()
 

@@ -41,6 +41,7 @@ from octavo.ops.registration import launcher
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
 LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
 DESCRIBED = Tiling(256, 128, 1, 4, 8)  # of fast sums that the copy engine loads
+DESCRIBED_NARROW = Tiling(128, 128, 1, 3, 4)  # of those of matrices with a side below 1,024
 DESCRIBED_DW = Tiling(128, 128, 1, 3, 8)  # of dw whose operands the copy engine loads
 SHORT = 2048  # mean columns of a group up to which it does so
 PROGRAMS = 792  # that share its tiles, six for each multiprocessor of a large Hopper: a collective may hold some
@@ -57,7 +58,7 @@ def grouped_mm(
     rows = likely_rows(m, e)
     described = tiling is None and fast and not group and take_descriptors(a, b)
     if described:
-        tiling = DESCRIBED
+        tiling = DESCRIBED if min(n, k) >= 1024 else DESCRIBED_NARROW
     elif tiling is None:
         tiling = choose_blocks(rows, n, k, group, a.device) if group else choose(rows, fast, a.device)
     block_n, block_m, groups, stages, warps, _ = tiling
