@@ -9,6 +9,7 @@ import torch
 from activation_oracle import given, gradient64, gradient_magnitude, h64, h_magnitude, on_the_border
 from bits import bits
 from fused_op_examples import CASTS, DTYPES, NEAR, SIZES, assert_nan_in_one_row
+from operation_examples import routing
 from quantize_oracle import assert_rounds_to, name_of
 
 from octavo.numerics import Cast
@@ -80,11 +81,25 @@ def test_factors_multiply_the_gradient_before_its_amax_is_taken():
     """The factor makes one column the largest, which then decides the scale."""
     u, dh = torch.full((1, 4), 20.0), torch.full((1, 4), 0.5)
     factors = {"column_scale": torch.tensor([[1.0, 2.0, 896.0, 4.0]]), "mantissa_of": torch.full((1, 1), 3.0)}
-    lines = torch.cat((torch.ones(1, 4), factors["column_scale"]))
-    for given_factors in (factors, factors | {"column_scale": lines, "group": torch.ones(1, dtype=torch.int32)}):
+    lines, one = torch.cat((torch.ones(1, 4), factors["column_scale"])), torch.ones(1, dtype=torch.int32)
+    routed = {"group": one, "slot": one - 1, "row": one.view(1, 1) - 1, "weight": torch.ones(1, 1)}
+    for given_factors in (factors, factors | {"column_scale": lines} | routed):
         du = backward(dh, u, "gelu", **given_factors).du
         assert torch.equal(du.scale, torch.full((1, 1), 1.5))
         assert torch.equal(du.data.float(), torch.tensor([[0.5, 1.0, 448.0, 2.0]]))
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+def test_the_gradient_of_the_weights_of_slots(kind):
+    u, dh, _, mantissa_of = given(kind, (17, 130), torch.bfloat16)
+    group, slot, row, weight = routing(17)
+    routed = {"group": group, "slot": slot, "row": row, "weight": weight}
+    actual = backward(dh, u, kind, column_scale=torch.ones(2, u.shape[1]), mantissa_of=mantissa_of, **routed)
+    products, counted = (dh.double() * h64(u.double(), kind)), torch.where(weight == 0, 2.0**-24, weight).double()
+    expected = torch.where(row < 0, 0, products.sum(1)[row] / counted)
+    size = torch.where(row < 0, 0, products.abs().sum(1)[row] / counted.abs())
+    assert (weight == 0).any()
+    assert ((actual.dweight - expected).abs() <= 1e-5 * size).all()
 
 
 # ---- extremes

@@ -100,12 +100,15 @@ def calls_of_training() -> Iterator[Call]:
     for center in (False, True):
         yield "norm", "norm_quantize", (x, x, weight, weight if center else None, 1e-5, Cast(), center, True)
         yield "norm", "norm_backward", (x, x, weight, row, row, x, center)
-    h, wide = rows(14336), rows(2 * 14336)
+    h, wide, slot = rows(14336), rows(2 * 14336), torch.zeros(M, 2, dtype=torch.int32)
     for kind, u in (("swiglu", wide), ("geglu", wide), ("gelu", h)):
         yield "activation", "activation_quantize", (u, kind, None, True, Cast())
-        factors = Cast(scale="pow2"), ones(14336), row, Cast(), row, True, None
-        yield "activation", "activation_backward", (h, u, kind, *factors)
-    shift, slot = torch.zeros(M, dtype=torch.int32), torch.zeros(M, 2, dtype=torch.int32)
+        one, other = (None, None, None), (slot.view(-1), slot, ones(M, 2))
+        for number, where, weight in (one, other):
+            factors = Factors(ones(14336), number, row, weight)
+            given = h, u, kind, Cast(scale="pow2"), factors, Cast(), row, True, number, where
+            yield "activation", "activation_backward", given
+    shift = torch.zeros(M, dtype=torch.int32)
     yield "transposition", "transpose", (on_cpu(M, 4096), shift, None)
     for s_w in (None, ones(4096, 1)):
         yield "transposition", "fold_scales", (row, row, s_w, None)
@@ -118,8 +121,8 @@ def calls_of_training() -> Iterator[Call]:
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
     factors = Factors(ones(8, 4096), slot.view(-1), row, ones(M, 2))
-    for given in ((Factors(*[None] * 4), None, None), (factors, on_cpu(2 * M, 4096, dtype=HALF), slot)):
-        yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, *given)
+    for given in (Factors(*[None] * 4), factors):
+        yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, given)
     yield "permutation", "combine", (rows(4096), slot, ones(M, 2))
     yield "permutation", "index_slots", (shift, shift.long(), 8)
     for given in (None, shift):
@@ -273,8 +276,8 @@ def test_grouped_gemms_of_row_scales(capability, fast, formats, monkeypatch):
 def test_the_copy_engine_loads_the_tiles_of_short_groups(monkeypatch):
     kernel, compiled = compiled_for(90, "grouped_gemm", monkeypatch)
     monkeypatch.setattr(kernel, "take_descriptors", lambda a, b: True)
-    for b in (on_cpu(8, 512, 4096), on_cpu(512, 8, 4096).transpose(0, 1)):
-        operands = Operands(on_cpu(4096, 4096), b, ones(4096, 1), ones(8, 512, 1), ROW, ROW)
+    for b in (on_cpu(8, 512, 4096), on_cpu(1024, 8, 4096).transpose(0, 1)):
+        operands = Operands(on_cpu(4096, 4096), b, ones(4096, 1), ones(*b.shape[:2], 1), ROW, ROW)
         kernel.grouped_mm(operands, torch.zeros(8).int(), HALF, True)
     assert compiled.fit()
     assert all("cp.async.bulk.tensor" in each.asm["ptx"] for each in compiled)

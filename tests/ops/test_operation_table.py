@@ -23,7 +23,7 @@ from octavo.numerics import ROW, TENSOR, Cast, Granularity, QTensor, block, grou
 from octavo.ops.attention import ordered_attention
 from octavo.ops.gemm import ordered_mm
 from octavo.ops.int8_gemm import int8_mm
-from octavo.ops.launching import LONGEST_ROW, Factors
+from octavo.ops.launching import LONGEST_ROW
 from octavo.ops.rows import RowBatch, cast_rows
 from octavo.ops.softmax_loss import cross_entropy, cross_entropy_gradient, multiply
 
@@ -247,9 +247,6 @@ def test_casts_that_fused_kernels_do_not_do_are_refused(cast):
     for name in ("activation_quantize", "activation_backward", "norm_quantize", "requantize_norm", "gather_quantize"):
         with pytest.raises(ValueError, match=f"{name} {ROWS}"):
             made[name]()
-    rows = zeros(3, 1, dtype=INT)
-    with pytest.raises(ValueError, match="combine_backward " + ROWS):
-        ops.combine_backward(x, x, rows, cast, rows[:, 0], Factors(x, rows[:, 0], row, row))
     factors = {"column_scale": ones(1, 6), "mantissa_of": row, "h_scale": row}
     with pytest.raises(ValueError, match="activation_backward " + ROWS):
         ops.activation_backward(x, x, "gelu", E4M3, h_cast=cast, biased=False, **factors)

@@ -96,10 +96,17 @@ def activations(x: Tensor) -> Iterator[Example]:
             yield "activation_quantize", (u, kind, given, stored, cast.spec)
         if cast is INT8:
             continue
-        for lines, biased in product((None, torch.arange(m, dtype=torch.int32) % 2), (False, True)):
-            factors = factor if lines is None else torch.cat((factor, 2 * factor))
-            given = cast.spec, factors, row, cast.spec, scale, biased, lines
+        for (line, slot, rows, weight), biased in product(((None,) * 4, routing(m)), (False, True)):
+            lines = factor if line is None else torch.cat((factor, 2 * factor))
+            given = cast.spec, lines, line, row, weight, cast.spec, scale, biased, slot, rows
             yield "activation_backward", (x.flip(0), u, kind, *given)
+
+
+def routing(m: int) -> tuple[Tensor, ...]:
+    """m rows of two experts: a third of their slots have no row here, and some weights are zero."""
+    slot = torch.randperm(m).int()
+    row = torch.where(torch.arange(m) % 3 > 0, slot.argsort().int(), -1).view(m, 1)
+    return torch.arange(m, dtype=torch.int32) % 2, slot, row, torch.randint(-2, 3, (m, 1)) / 4
 
 
 def products(x: Tensor) -> Iterator[Example]:
@@ -125,8 +132,8 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
     group = group_of_rows(offsets, rows).clamp(max=experts - 1)
     factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
     for cast in casts:
-        gathers = (*factors, weight, y, row), (*factors, None, None, None), (*plain, None, None, None)
-        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None, None, None)):
+        gathers = (*factors, weight), (*factors, None), (*plain, None)
+        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None)):
             yield "gather_quantize", (given[0], cast.spec, *given[1:])
     yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
     place = aligned_groups(offsets, rows).place

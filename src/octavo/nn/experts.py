@@ -23,8 +23,7 @@ from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scattered_signs
 from octavo.ops.dispatch import COLUMNS, runs_experts
-from octavo.ops.launching import Factors
-from octavo.ops.permutation import Groups
+from octavo.ops.permutation import Groups, nonzero
 from octavo.ops.quantization import joined, matrices
 from octavo.ops.registration import check_tensor
 from octavo.ops.transposition import placed
@@ -165,12 +164,13 @@ def _by_slot(y: Tensor, row: Tensor) -> Tensor:
 #     x_q = quantize(x);  n_q = x_q[token of the row]
 #     u[M,2F] = n_q @ w_in_q[e]^T;  h_q = quantize(silu(gate) * up);  y[M,K] = h_q @ w_out_q[e]^T
 #     out[t] = sum over s of weight[t,s] * y[row of slot s]    one pass
-#     backward    g_q = quantize(dout[token] * weight * s_out[e] * m_h), and dweight = sum(dout[token] * y), one pass
-#                 dh = g_q @ w_out_q[e];  du_q = quantize(activation'(u) * dh);  dn = du_q @ w_in_q[e]
-#                 dx[t] = sum over s of dn[row of slot s]
+#     backward    g_q = quantize(dout[token] * weight * s_out[e] * m_h);  dh = g_q @ w_out_q[e]
+#                 du_q = quantize(activation'(u) * dh), and dweight = sum(dh * h) / weight, one pass
+#                 dn = du_q @ w_in_q[e];  dx[t] = sum over s of dn[row of slot s]
 #
-# Each grouped GEMM has the backward pass of `GroupedLinear`, below. Saved are u and y in high precision and the bytes
-# of x; those of h and w are computed again. A token's rows have one scale and the same bytes, quantized once.
+# Each grouped GEMM has the backward pass of `GroupedLinear`, below. Saved are u in high precision and the bytes of x;
+# those of h and w are computed again. y is not saved: dweight = sum(dout * y) = sum(dout * (h @ w_out^T)), and dh is
+# weight * dout @ w_out. A token's rows have one scale and the same bytes, quantized once.
 
 
 class _Experts(torch.autograd.Function):
@@ -193,7 +193,7 @@ class _Experts(torch.autograd.Function):
         observe_matrices(call.outer_observer, w_out, out_q, recipe.w, offsets)
         ctx.call, ctx.recipe, ctx.x_dtype, ctx.weight_dtype = call, recipe, x.dtype, weight.dtype
         scales = (n_q.scale, h_q.scale, in_q.scale, out_q.scale)
-        ctx.save_for_backward(x_q.data, u, y, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
+        ctx.save_for_backward(x_q.data, u, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
         return ops.combine(y, row, weight.float())
 
     @staticmethod
@@ -201,22 +201,22 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         recipe: FusableRecipe = ctx.recipe
-        x_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
+        x_data, u, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), ops.aligned_groups(offsets, len(slot), slot, row.shape[1])
-        weight, folded = weight.float(), s_out.squeeze(2)
-        factors = Factors(folded, groups.expert, mantissa_of=s_h, weight=weight)
-        g, dweight = ops.combine_backward(dout, y, row, recipe.dy, slot, factors)
+        folded, weight = s_out.squeeze(2), weight.float()
+        routed = {"group": groups.expert, "slot": slot, "weight": weight}
+        g = ops.gather_quantize(dout, recipe.dy, top_k=row.shape[1], column_scale=folded, mantissa_of=s_h, **routed)
         if call.outer_observer is not None:
             observe_group(
                 call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
-                slot=slot, factor=weight.reshape(-1, 1)[slot], column_scale=folded, s_x=s_h,
+                slot=slot, factor=nonzero(weight).view(-1, 1)[slot], column_scale=folded, s_x=s_h,
             )  # fmt: skip
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
-        du, h_q, _ = ops.activation_backward(
-            dh, u, "swiglu", recipe.dy, biased=False, group=groups.expert,
+        du, h_q, _, dweight = ops.activation_backward(
+            dh, u, "swiglu", recipe.dy, biased=False, row=row, **routed,
             column_scale=s_in.squeeze(2), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h,
         )  # fmt: skip
         observe_group(

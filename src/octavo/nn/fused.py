@@ -532,7 +532,7 @@ def _activation_backward(
     w_t = weight_transposed([w], w_data, s_out, recipe.w, g.data)
     g, scales, dh = exchange.dx(sent, w_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
     add(dh, dread, None if a is None else a.t())  # [T,R] @ [F,R]^T
-    du, h_q, db = ops.activation_backward(
+    du, h_q, db, _ = ops.activation_backward(
         dh, u, ctx.activation, recipe.dy,
         column_scale=s_in.t(), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h, biased=any(ctx.inner_bias),
     )  # fmt: skip

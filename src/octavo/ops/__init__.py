@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octavo.ops.grouped_gemm import grouped_mm, grouped_mm_dw
     from octavo.ops.largest import index_of_largest
     from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
-    from octavo.ops.permutation import Rows, aligned_groups, combine, combine_backward, gather_quantize, sort_by_expert
+    from octavo.ops.permutation import Rows, aligned_groups, combine, gather_quantize, sort_by_expert
     from octavo.ops.quantization import (
         quantize,
         quantize_matrices,
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Attended", "Backend", "FoldedScales", "Rows", "activation_backward", "activation_quantize",
     "activation_quantize_scaled", "activation_scales", "add_product", "aligned_groups", "append_kv", "cached_attention",
-    "combine", "combine_backward", "find_backend", "find_grouped_backend", "find_weight_only_backend",
-    "fold_scales", "fp8_attention", "fp8_attention_backward", "fp8_attention_limit", "gather_quantize", "group_of_rows",
+    "combine", "find_backend", "find_grouped_backend", "find_weight_only_backend", "fold_scales", "fp8_attention",
+    "fp8_attention_backward", "fp8_attention_limit", "gather_quantize", "group_of_rows",
     "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "index_of_largest", "norm_backward",
     "norm_quantize", "norm_quantize_inference", "quantize", "quantize_matrices", "quantize_matrices_transposed",
     "quantize_scaled", "quantize_stack", "quantize_transposed", "requantize", "requantize_norm",

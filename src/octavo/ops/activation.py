@@ -14,12 +14,14 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
-from octavo.ops.launching import quantizes_rows, runs_fused
+from octavo.ops.launching import Factors, runs_fused
+from octavo.ops.permutation import nonzero
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_row_cast, check_tensor, operation
 
@@ -82,19 +84,25 @@ def activation_backward_reference(
     u: Tensor,
     kind: str,
     cast: Cast,
-    column_scale: Tensor,
-    mantissa_of: Tensor,
+    factors: Factors,
     h_cast: Cast,
     h_scale: Tensor,
     biased: bool,
-    group: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Data and scale of du times its factors, the data of h as in forward, and the sum of the rows of du."""
+    slot: Tensor | None,
+    row: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Data and scale of du times its factors, the data of h as in forward, and the gradients of a bias and weights."""
     du, h = activation_gradient(dh, u, kind)
-    column_scale = column_scale if group is None else column_scale[group]
+    given: Any = factors
+    column_scale, group, mantissa_of, weight = given
+    dweight = du.new_empty(0)
+    if group is not None:
+        column_scale = column_scale[group]
+        products = F.pad((dh.float() * h).sum(1), (0, 1))  # the row -1 is zero
+        dweight = products[row] / nonzero(weight)
     data, scale = quantize_reference(du, cast, column_scale, scale_mantissa(mantissa_of), None)
     h_data = cast_to(h * (1 / h_scale), h_cast.fmt)
-    return data, scale, h_data, du.sum(0) if biased else du.new_empty(0)
+    return data, scale, h_data, du.sum(0) if biased else du.new_empty(0), dweight
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -121,11 +129,12 @@ WIDTHS = {"swiglu": 2, "geglu": 2, "gelu": 1}  # columns of u for each column of
 
 
 class ActivationGradient(NamedTuple):
-    """The quantized gradient of u, the quantized h of forward, and the gradient of a bias (empty without one)."""
+    """The quantized gradient of u, the quantized h of forward, and the gradients of a bias and of weights, or empty."""
 
     du: QTensor
     h: QTensor
     dbias: Tensor
+    dweight: Tensor
 
 
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
@@ -168,6 +177,9 @@ def activation_backward(
     h_scale: Tensor,
     biased: bool,
     group: Tensor | None = None,
+    slot: Tensor | None = None,
+    row: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> ActivationGradient:
     """Compute the gradient through an activation and quantize it by row, in one pass.
 
@@ -179,14 +191,18 @@ def activation_backward(
             again from these instead of being saved.
         biased: also return the gradient of a bias in u, float32 [columns of u]: the sum of the rows of du, before du is
             multiplied by the scales.
-        group: int32 [M], the line of column_scale that each row is multiplied by, from 0 to E - 1.
+        group: int32 [M], the line of column_scale that each row is multiplied by, from 0 to E - 1: its expert.
+        slot, row: with `group`, int32, the slot of each row [M], and the row of each slot [T, top_k], or -1.
+        weight: with `group`, float32 [T, top_k], by which `gather_quantize` has multiplied the gradient of each slot.
+            The gradient of a weight is the sum of dh * h over its row, divided by the weight (SonicMoE,
+            arXiv:2512.14080, section 3.2); zero for a slot without a row.
     """
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
-    data, scale, h_data, dbias = _activation_backward(
-        dh, u, kind, cast.spec, column_scale, mantissa_of, h_cast.spec, h_scale, biased, group
-    )
-    return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), dbias)
+    factors = Factors(column_scale, group, mantissa_of, weight)
+    given = dh, u, kind, cast.spec, *factors, h_cast.spec, h_scale, biased, slot, row
+    data, scale, h_data, *others = _activation_backward(*given)
+    return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), *others)
 
 
 def _check(u: Tensor, kind: str, scale: Tensor | None = None, *rest: Any) -> None:
@@ -200,15 +216,17 @@ def _check(u: Tensor, kind: str, scale: Tensor | None = None, *rest: Any) -> Non
     check_tensor("scale", scale, (u.shape[0], 1), torch.float32)
 
 
-def _check_backward(
-    dh: Tensor, u: Tensor, kind: str, cast: Cast, column_scale: Tensor, mantissa_of: Tensor, *rest: Any
-) -> None:
-    _, h_scale, _, group = rest
+def _check_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, factors: Any, *rest: Any) -> None:
+    _, h_scale, _, slot, row = rest
+    column_scale, group, mantissa_of, weight = factors
     _check(u, kind)
     m, columns = u.shape
     check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
     check_tensor("group", group, (m,), torch.int32)
-    lines = 1 if group is None else column_scale.shape[0]
+    check_tensor("slot", slot, (m,), torch.int32)
+    lines, top_k = (1, 1) if group is None else (column_scale.shape[0], row.shape[-1])
+    check_tensor("row", row, (m // top_k, top_k), torch.int32)
+    check_tensor("weight", weight, (m // top_k, top_k), torch.float32)
     check_tensor("column_scale", column_scale, (lines, columns), torch.float32)
     check_tensor("mantissa_of", mantissa_of, (m, 1), torch.float32)
     check_tensor("h_scale", h_scale, (m, 1), torch.float32)
@@ -220,17 +238,17 @@ def _like(u: Tensor, kind: str, scale: Tensor | None, stored: bool, cast: Cast) 
 
 
 def _like_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, *rest: Any) -> tuple[Tensor, ...]:
-    _, _, h_cast, _, biased, _ = rest
+    _, h_cast, _, biased, _, row = rest
     du, h = u.new_empty(u.shape, dtype=cast.fmt.dtype), dh.new_empty(dh.shape, dtype=h_cast.fmt.dtype)
     scale, dbias = (u.new_empty(shape, dtype=torch.float32) for shape in ((u.shape[0], 1), u.shape[1] if biased else 0))
-    return du, scale, h, dbias
+    return du, scale, h, dbias, u.new_empty(0 if row is None else row.shape, dtype=torch.float32)
 
 
 _activation_quantize = operation(
-    check=_check, like=_like, runs=lambda u, kind, *rest: quantizes_rows(u, u.shape[1] // WIDTHS[kind], rest[-1].format)
+    check=_check, like=_like, runs=lambda u, kind, *rest: runs_fused(u, u.shape[1] // WIDTHS[kind], rest[-1].format)
 )(activation_quantize_reference)
 _activation_backward = operation(
     check=_check_backward,
     like=_like_backward,
-    runs=lambda dh, u, kind, cast, *rest: runs_fused(u, dh.shape[1], cast.format, rest[2].format),
+    runs=lambda dh, u, kind, cast, *rest: runs_fused(u, dh.shape[1], cast.format, rest[1].format),
 )(activation_backward_reference)

@@ -300,16 +300,11 @@ def converts(x: Tensor, *formats: str) -> bool:
 
 
 def runs_fused(x: Tensor, columns: int, *formats: str) -> bool:
-    """True if the fused kernels run on `x`'s device, over rows of `columns` elements, to these formats."""
-    return columns <= LONGEST_ROW and converts(x, *formats)
-
-
-def quantizes_rows(x: Tensor, columns: int, fmt: str) -> bool:
-    """True if the kernels that quantize rows of `columns` elements to the format `fmt` run on `x`'s device. int8 needs
-    no conversion to FP8, so an Ampere runs it too."""
-    if fmt == "int8":
+    """True if the kernels over rows of `columns` elements run on `x`'s device, to these formats. int8 needs no
+    conversion to FP8, so an Ampere runs it too."""
+    if formats == ("int8",):
         return x.numel() > 0 and columns <= LONGEST_ROW and has_kernels(x.device, (8, 0))
-    return runs_fused(x, columns, fmt)
+    return columns <= LONGEST_ROW and converts(x, *formats)
 
 
 def fits(cast: Cast, columns: int) -> bool:
@@ -430,6 +425,9 @@ class Factors(NamedTuple):
     group: Tensor | None
     mantissa_of: Tensor | None
     weight: Tensor | None
+
+
+LEAST_WEIGHT = 2.0**-24  # in place of a smaller weight of a slot in a backward pass, which divides by it
 
 
 class RowBatch:

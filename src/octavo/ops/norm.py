@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.qtensor import ROW, Cast, QTensor
-from octavo.ops.launching import quantizes_rows, runs_fused
+from octavo.ops.launching import runs_fused
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation
 
@@ -145,9 +145,9 @@ def _like_backward(dn: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[T
     return x.new_empty(x.shape), weight.new_empty(x.shape[1]), weight.new_empty(x.shape[1] if rest[-1] else 0)
 
 
-_norm_quantize = operation(
-    check=_check, like=_like, runs=lambda x, *rest: quantizes_rows(x, x.shape[1], rest[4].format)
-)(norm_quantize_reference)
+_norm_quantize = operation(check=_check, like=_like, runs=lambda x, *rest: runs_fused(x, x.shape[1], rest[4].format))(
+    norm_quantize_reference
+)
 norm_backward = operation(
     check=_check_backward, like=_like_backward, runs=lambda dn, x, *rest: runs_fused(x, x.shape[1])
 )(norm_backward_reference)

@@ -14,26 +14,29 @@ from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
 from octavo.ops.dispatch import COLUMNS
 from octavo.ops.grouped_gemm import ALIGNMENT
-from octavo.ops.launching import Factors, has_kernels, runs_fused
+from octavo.ops.launching import LEAST_WEIGHT, Factors, has_kernels, runs_fused
 from octavo.ops.quantization import quantize_reference
-from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation
+from octavo.ops.registration import check_matrix, check_row_cast, check_tensor, operation
 from octavo.ops.transposition import group_of_rows
 
 
 def gather_quantize_reference(
-    x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors, y: Tensor | None, row: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Data and scale of the rows x[slot // top_k] times the factors, and with y and `row` the products [T, top_k] of
-    the rows x[slot // top_k] and those of y, each summed, at their slots; zero where `row` is -1."""
+    x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors
+) -> tuple[Tensor, Tensor]:
+    """Data and scale of the rows x[slot // top_k] times the factors."""
     column_scale, group, mantissa_of, weight = factors
     rows = x.float() if slot is None else x[slot // top_k].float()
-    products = None if y is None else F.pad((rows * y.float()).sum(1), (0, 1))[row]  # the row -1 is zero
     if column_scale is not None and group is not None:
         rows = rows * column_scale[group]
     row_scale = None if mantissa_of is None else scale_mantissa(mantissa_of)
     if row_scale is not None and weight is not None:
-        row_scale = row_scale * weight.reshape(-1, 1)[slot]
-    return *quantize_reference(rows, cast, None, row_scale, None), products  # type: ignore[return-value]
+        row_scale = row_scale * nonzero(weight).view(-1, 1)[slot]
+    return quantize_reference(rows, cast, None, row_scale, None)
+
+
+def nonzero(weight: Tensor) -> Tensor:
+    """The weights of slots, not nearer to zero than the least."""
+    return torch.where(weight.abs() < LEAST_WEIGHT, LEAST_WEIGHT, weight)
 
 
 def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
@@ -59,6 +62,7 @@ def gather_quantize(
     column_scale: Tensor | None = None,
     group: Tensor | None = None,
     mantissa_of: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> QTensor:
     """Gather rows and quantize each by its own scale, in one pass: data [M, K] and scale [M, 1].
 
@@ -70,29 +74,15 @@ def gather_quantize(
         column_scale: float32 [E, K], multiplied into row m by its line group[m].
         group: int32 [M], from 0 to E - 1.
         mantissa_of: float32 [M, 1], whose mantissas are multiplied into the rows after that, as in `quantize`.
+        weight: float32 [T, top_k], of each slot, multiplied into the mantissa of its row. One that is nearer to zero
+            than 2^-24 counts as 2^-24: `activation_backward` divides by it.
     """
     check_row_cast("gather_quantize", cast)
-    factors = Factors(column_scale, group, mantissa_of, None)
-    data, scale, _ = _gather_quantize(x, cast.spec, slot, top_k, *factors, None, None)
+    data, scale = _gather_quantize(x, cast.spec, slot, top_k, *Factors(column_scale, group, mantissa_of, weight))
     return QTensor(data, scale, cast.fmt, ROW)
 
 
-def combine_backward(
-    dout: Tensor, y: Tensor, row: Tensor, cast: Cast, slot: Tensor, factors: Factors
-) -> tuple[QTensor, Tensor]:
-    """The gradients of `combine` in one pass: by y, as `gather_quantize` quantizes it, and by the weight.
-
-    dout [T, K] is the gradient of its result. The gradient by the weight is float32 [T, top_k], the sum of
-    dout[t] * y[row[t, s]], and zero for a slot that adds nothing.
-    """
-    check_row_cast("combine_backward", cast)
-    data, scale, dweight = _gather_quantize(dout, cast.spec, slot, row.shape[1], *factors, y, row)
-    return QTensor(data, scale, cast.fmt, ROW), dweight
-
-
-def _check_gather(
-    x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors, y: Tensor | None, row: Tensor | None
-) -> None:
+def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors) -> None:
     column_scale, group, mantissa_of, weight = factors
     check_matrix("gather_quantize", x)
     m = x.shape[0] if slot is None else slot.shape[0]
@@ -104,8 +94,6 @@ def _check_gather(
         if group is None:
             raise ValueError("column_scale needs group, the number of its line for each row")
     check_tensor("group", group, (m,), torch.int32)
-    check_tensor("y", y, (m, x.shape[1]), *FLOATS)
-    check_tensor("row", row, (m // top_k, top_k), torch.int32)
 
 
 def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
@@ -116,10 +104,9 @@ def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
     check_tensor("weight", weight, tuple(row.shape), torch.float32)
 
 
-def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     m = x.shape[0] if slot is None else slot.shape[0]
-    data, scale = x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
-    return data, scale, x.new_empty(0) if rest[-1] is None else torch.empty_like(rest[-1], dtype=torch.float32)
+    return x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
 
 
 _gather_quantize = operation(

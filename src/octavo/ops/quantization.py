@@ -16,7 +16,7 @@ from octavo.numerics.formats import E2M1, Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, Granularity, QTensor
 from octavo.numerics.scaling import new_seed, quotient, scale_from_amax, scale_mantissa, uniform_noise
-from octavo.ops.launching import converts, fits, quantizes_rows
+from octavo.ops.launching import converts, fits, runs_fused
 from octavo.ops.registration import FLOATS, check_matrix, check_nearest, check_row_cast, check_tensor, operation
 from octavo.ops.transposition import placed, transpose_reference
 
@@ -201,7 +201,7 @@ def _has_kernel(x: Tensor, cast: Cast, columns: int) -> bool:
     """True if a kernel quantizes rows of `columns` elements; very long ones are left to the reference, and so is int8
     not by row."""
     if cast.format == "int8":
-        return cast.by_row and not cast.relative_floor and quantizes_rows(x, columns, cast.format)
+        return cast.by_row and not cast.relative_floor and runs_fused(x, columns, cast.format)
     return converts(x, cast.format) and fits(cast, columns)
 
 

@@ -162,9 +162,9 @@ def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:
 # Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again, and save none of the
 # GEMMs' inputs. The input of the attention's output projection is the output of the attention, saved once, unless a
 # recipe casts it for dw alone.
-# Experts by row scales save u, their outputs in BF16 and the bytes of their inputs, for each expert of a token, and
-# compute h again. In BF16 and with scales along the reduction eager mode saves silu(gate), and the outputs in FP32,
-# which are multiplied by the weights of the routing; and dw reads the inputs of both GEMMs.
+# Experts by row scales save u for each expert of a token, and the bytes of the token once, and compute h again. In BF16
+# and with scales along the reduction eager mode saves silu(gate), and the outputs in FP32, which are multiplied by the
+# weights of the routing; and dw reads the inputs of both GEMMs.
 # Compiled code saves the input of several layers once, but not where each of them casts it by a history of its own.
 # Attention in FP8 saves q, k, v and its output with one byte an element, beside the input of the output projection.
 
@@ -188,12 +188,12 @@ def is_fused(model: Architecture, recipe: Recipe) -> bool:
 
 
 def _hidden_bytes(setup: Setup, block: Block) -> float:
-    """The bytes that the activation and, in a block of experts, the last layer save."""
+    """The bytes that the activation and, in a block of experts that are not fused, the last layer save."""
     u, compiled = block.activated, setup.config.compile.blocks
     routed = max((layer.active for layer in block.layers if layer.copies > 1), default=0)  # experts of a token
     fused = setup.fused_experts if routed else is_fused(setup.model, setup.recipe)
     activated = block.hidden if block.gated and not compiled and not fused else 0  # silu(gate)
-    outputs = 2.0 if setup.fused_experts else 0.0 if compiled else 4.0  # bytes of each expert's
+    outputs = 0.0 if fused or compiled else 4.0  # bytes of each expert's
     return 2.0 * (u + activated) + outputs * routed * setup.model.width
 
 
@@ -202,7 +202,7 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
     recipe, fp8_attention = setup.recipe, setup.fp8_attention
     name, elements, experts = group[0].group, group[0].inputs * group[0].active, group[0].copies > 1
     if experts and setup.fused_experts:
-        return element_bytes(elements, recipe) if name == "up" else 0.0
+        return element_bytes(group[0].inputs, recipe) if name == "up" else 0.0
     if experts:
         return element_bytes(elements, recipe) if setup.fp8_experts else 2.0 * elements
     converted = recipe.quantized and name != "router"

@@ -15,7 +15,8 @@ from torch import Tensor
 from octavo.numerics.qtensor import Cast
 from octavo.ops.kernels.device_math import add, amax_bits, inverse, magnitude_bits, mantissa, scale_from_amax, to_data
 from octavo.ops.kernels.norm import sum_columns
-from octavo.ops.launching import allocate, cdiv, power_of_two_above
+from octavo.ops.kernels.permutation import nonzero
+from octavo.ops.launching import Factors, allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 
 MAX_BLOCK_F = 16384  # columns of gradients that fit the registers of a program; of h, twice as many fit
@@ -45,22 +46,23 @@ def activation_backward(
     u: Tensor,
     kind: str,
     cast: Cast,
-    column_scale: Tensor,
-    mantissa_of: Tensor,
+    factors: Factors,
     h_cast: Cast,
     h_scale: Tensor,
     biased: bool,
-    group: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as `activation_backward_reference`, for contiguous tensors. It adds the rows of dbias in another order."""
+    slot: Tensor | None,
+    row: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Same as `activation_backward_reference`, for contiguous tensors. It adds the sums in another order."""
     m, f = dh.shape
     data, h_data = allocate(u, u.shape, cast.fmt.dtype), allocate(dh, dh.shape, h_cast.fmt.dtype)
     scale = allocate(u, (m, 1), torch.float32)
     dbias = allocate(u, (u.shape[1] if biased else 0,), torch.float32)
+    dweight = allocate(u, (0,) if row is None else row.shape, torch.float32)
     block_f = _block_f(f, MAX_BLOCK_F)
     warps = _warps(f, block_f) if kind == "gelu" else min(32, max(8 if kind == "geglu" else 4, block_f // 512))
     launcher(_backward_kernel, (m,))(
-        dh, u, column_scale, group, mantissa_of, h_scale, data, scale, h_data, f,
+        dh, u, *factors, slot, row, h_scale, data, scale, h_data, dweight, f,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, **_formula(kind),
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip
@@ -72,7 +74,7 @@ def activation_backward(
             dh, u, partials, m, f, **_formula(kind), BLOCK_M=SUM_BLOCK_M, BLOCK_F=SUM_BLOCK_F, num_warps=8
         )
         sum_columns(partials, dbias)
-    return data, scale, h_data, dbias
+    return data, scale, h_data, dbias, dweight
 
 
 def _formula(kind: str) -> dict[str, bool]:
@@ -128,18 +130,24 @@ def _store_activation(u_ptr, data_ptr, m, inv, F, GATED: tl.constexpr, GELU: tl.
 
 @triton.jit
 def _backward_kernel(
-    dh_ptr, u_ptr, column_scale_ptr, group_ptr, mantissa_of_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, F,
+    dh_ptr, u_ptr, column_scale_ptr, group_ptr, mantissa_of_ptr, weight_ptr, slot_ptr, row_ptr, h_scale_ptr, data_ptr,
+    scale_ptr, h_data_ptr, dweight_ptr, F,
     FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     if group_ptr is not None:
         column_scale_ptr += tl.load(group_ptr + m).to(tl.int64) * F * (2 if GATED else 1)
+        slot = tl.load(slot_ptr + m + tl.arange(0, 1))  # before the products, which take as long as these loads
+        here, weight = tl.load(row_ptr + slot) >= 0, nonzero(tl.load(weight_ptr + slot))
     factor = mantissa(tl.load(mantissa_of_ptr + m))
     inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
+    product = tl.zeros((1,), tl.float32)  # of the rows of dh and h
     if ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
-        d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+        d0, d1, h, dh = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+        if group_ptr is not None:
+            product = tl.sum(dh * h, 1)
         _store_h(h * inv_h, h_data_ptr, m, offs, F)
         d0, d1, bits = _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
@@ -148,17 +156,21 @@ def _backward_kernel(
         bits = tl.zeros((1,), tl.int32)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
-            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+            d0, d1, h, dh = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+            if group_ptr is not None:
+                product += tl.sum(dh * h, 1)
             _store_h(h * inv_h, h_data_ptr, m, offs, F)
             d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED)
             bits = tl.maximum(bits, block_bits)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
-            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
-            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED)
+            d0, d1, _, _ = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+            d0, d1, _ = _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED)
             _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     tl.store(scale_ptr + m + tl.arange(0, 1), scale)
+    if group_ptr is not None:
+        tl.store(dweight_ptr + slot, tl.where(here, product / weight, 0.0))
 
 
 @triton.jit
@@ -196,7 +208,7 @@ def _sum_kernel(
     sum1 = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
         m = start + offs_m
-        d0, d1, _ = gradient_of_row(dh_ptr, u_ptr, tl.minimum(m, M - 1), offs, F, GATED, GELU)
+        d0, d1, _, _ = gradient_of_row(dh_ptr, u_ptr, tl.minimum(m, M - 1), offs, F, GATED, GELU)
         sum0 += tl.where(m < M, d0, 0.0)
         sum1 += tl.where(m < M, d1, 0.0)
     partial_ptr = partials_ptr + tl.program_id(1) * F * (2 if GATED else 1) + offs
@@ -279,19 +291,19 @@ def activation_of_row(u_ptr, m, offs, F, GATED: tl.constexpr, GELU: tl.constexpr
 
 @triton.jit
 def gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED: tl.constexpr, GELU: tl.constexpr):
-    """The gradients of both halves of u (or of u, and zeros) and h of row m, or of rows m, at `offs`."""
+    """The gradients of both halves of u (or of u, and zeros), h and dh of row m, or of rows m, at `offs`."""
     mask = offs < F
     dh = _load(dh_ptr + m * F, offs, mask)
     if GATED and GELU:  # geglu
         up, gate = _load(u_ptr + m * 2 * F, offs, mask), _load(u_ptr + m * 2 * F + F, offs, mask)
         h, cumulative, e = _gelu(gate)
-        return dh * h, dh * up * add(cumulative, gate * (e * DENSITY)), h * up
+        return dh * h, dh * up * add(cumulative, gate * (e * DENSITY)), h * up, dh
     if GATED:  # swiglu
         gate, up = _load(u_ptr + m * 2 * F, offs, mask), _load(u_ptr + m * 2 * F + F, offs, mask)
         sigmoid = _sigmoid(gate)
         silu = gate * sigmoid
         slope = sigmoid * add(1.0, gate * (1.0 - sigmoid))
-        return dh * up * slope, dh * silu, silu * up
+        return dh * up * slope, dh * silu, silu * up, dh
     u = _load(u_ptr + m * F, offs, mask)
     h, cumulative, e = _gelu(u)
-    return dh * add(cumulative, u * (e * DENSITY)), tl.zeros(dh.shape, tl.float32), h
+    return dh * add(cumulative, u * (e * DENSITY)), tl.zeros(dh.shape, tl.float32), h, dh

@@ -8,66 +8,61 @@ from torch import Tensor
 from octavo.numerics.qtensor import Cast
 from octavo.ops.kernels.device_math import add, amax_bits, inverse, mantissa, scale_from_amax, to_data
 from octavo.ops.kernels.grouped_gemm import DEPTH
-from octavo.ops.launching import Factors, allocate, cdiv, row_tile
+from octavo.ops.launching import LEAST_WEIGHT, Factors, allocate, cdiv, row_tile
 from octavo.ops.registration import launcher
 
+LEAST = tl.constexpr(LEAST_WEIGHT)
 BLOCK_K = 1024  # columns of a program of `combine`
 BLOCK = 512  # rows of a program of `index_slots` and `index_groups`
-TILES = 4  # of adjacent rows that a program of `gather_quantize` takes in turn: the scales of columns stay in its cache
+ROWS = 8  # adjacent ones of a program of `gather_quantize`, which keeps the scales of columns in registers
 
 
-def gather_quantize(
-    x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors, y: Tensor | None, row: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Same as `gather_quantize_reference`, for contiguous tensors. It adds the products in another order."""
+def gather_quantize(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors) -> tuple[Tensor, Tensor]:
+    """Same as `gather_quantize_reference`, for contiguous tensors."""
     m, k = x.shape[0] if slot is None else slot.shape[0], x.shape[1]
     data, scale = allocate(x, (m, k), cast.fmt.dtype), allocate(x, (m, 1), torch.float32)
-    products = None if row is None else allocate(x, row.shape, torch.float32)
     block_k = row_tile(k)[0]
-    # Smaller tiles than those of quantization alone, so that more programs wait for far rows (H200).
-    block_m, warps = max(1, 2048 // block_k), max(2, block_k // 1024)
-    launcher(_gather_kernel, (cdiv(m, TILES * block_m),))(
-        x, data, scale, slot, *factors, y, row, products, m, k,
-        TOP_K=top_k, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two,
-        BLOCK_K=block_k, BLOCK_M=block_m, TILES=TILES, num_warps=warps,
+    launcher(_gather_kernel, (cdiv(m, ROWS),))(
+        x, data, scale, slot, *factors, m, k, TOP_K=top_k, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two,
+        BLOCK_K=block_k, ROWS=ROWS, num_warps=max(2, block_k // 1024),
     )  # fmt: skip
-    return data, scale, products
+    return data, scale
 
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, data_ptr, scale_ptr, slot_ptr, column_scale_ptr, group_ptr, mantissa_of_ptr, weight_ptr, y_ptr, row_ptr,
-    products_ptr, M, K, TOP_K: tl.constexpr, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr, slot_ptr, column_scale_ptr, group_ptr, mantissa_of_ptr, weight_ptr, M, K,
+    TOP_K: tl.constexpr, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    offs_k = tl.arange(0, BLOCK_K)
-    for tile in range(TILES):
-        offs_m = (tl.program_id(0).to(tl.int64) * TILES + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_m = offs_m < M
-        mask = mask_m[:, None] & (offs_k < K)[None, :]
-        offs = offs_m[:, None] * K + offs_k[None, :]
-        slot, token = offs_m, offs_m
-        if y_ptr is not None:  # loaded first, since its rows come from the farthest memory
-            y = tl.load(y_ptr + offs, mask, other=0.0)
+    first, offs_k = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, BLOCK_K)
+    mask, group, column_scale = offs_k < K, -1, tl.zeros((BLOCK_K,), tl.float32)
+    for m in range(first, tl.minimum(first + ROWS, M)):
+        slot, token = m, m
         if slot_ptr is not None:
-            slot = tl.load(slot_ptr + offs_m, mask_m, other=0).to(tl.int64)
+            slot = tl.load(slot_ptr + m).to(tl.int64)
             token = slot // TOP_K
-        x = tl.load(x_ptr + token[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
-        scaled = x
+        x = tl.load(x_ptr + token * K + offs_k, mask, other=0.0).to(tl.float32)
         if column_scale_ptr is not None:
-            line_ptr = column_scale_ptr + tl.load(group_ptr + offs_m, mask_m, other=0).to(tl.int64) * K
-            scaled *= tl.load(line_ptr[:, None] + offs_k[None, :], mask, other=0.0, eviction_policy="evict_last")
+            e = tl.load(group_ptr + m)
+            if e != group:
+                group = e
+                column_scale = tl.load(column_scale_ptr + tl.cast(e, tl.int64) * K + offs_k, mask, other=0.0)
+            x *= column_scale
         if mantissa_of_ptr is not None:
-            factor = mantissa(tl.load(mantissa_of_ptr + offs_m, mask_m, other=0.0))
+            factor = mantissa(tl.load(mantissa_of_ptr + m))
             if weight_ptr is not None:
-                factor *= tl.load(weight_ptr + slot, mask_m, other=0.0)
-            scaled *= factor[:, None]
-        if y_ptr is not None:
-            here = tl.load(row_ptr + slot, mask_m, other=-1) >= 0
-            tl.store(products_ptr + slot, tl.where(here, tl.sum(x * y.to(tl.float32), 1), 0.0), mask_m)
-        scale = scale_from_amax(amax_bits(scaled, 1), FORMAT_MAX, POWER_OF_TWO)
-        tl.store(data_ptr + offs, to_data(scaled * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
-        tl.store(scale_ptr + offs_m, scale, mask_m)
+                factor *= nonzero(tl.load(weight_ptr + slot))
+            x *= factor
+        scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
+        tl.store(data_ptr + m * K + offs_k, to_data(x * inverse(scale), data_ptr.dtype.element_ty), mask)
+        tl.store(scale_ptr + m, scale)
+
+
+@triton.jit
+def nonzero(weight):
+    """The weights of slots, not nearer to zero than the least."""
+    return tl.where(tl.abs(weight) < LEAST, LEAST, weight)
 
 
 def combine(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:

@@ -168,8 +168,8 @@ def _rows(
         E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=few,
     )  # fmt: skip
     if floored:
-        rows = [m // matrices for m in rows]
         rows_per_program = power_of_two_above(max(64, cdiv(max(rows), FLOOR_PROGRAMS)))
+        rows = [m // matrices for m in rows]
         launcher(_floor_kernel, (sum([cdiv(m, rows_per_program) for m in rows]), matrices))(
             *tensors, *missing, data, unfloored, scale, *optional, *rows, *missing, first_row, k,
             RELATIVE_FLOOR=cast.relative_floor, POWER_OF_TWO=cast.power_of_two,
