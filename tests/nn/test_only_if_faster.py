@@ -56,7 +56,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Shape]]:
     def call(machine: Machine, measured: Callable[[int, int, int], float] | None = None) -> list[Shape]:
         if measured is not None:
             write_table(cache_path(machine), table_of(measured, machine))
-        monkeypatch.setattr(conversion, "gemm_backends", lambda *_: NATIVE)
+        monkeypatch.setattr(conversion, "gemm_backends", lambda *_, **__: NATIVE)
         monkeypatch.setattr(lookup, "this_machine", lambda device: machine)
         monkeypatch.setattr(lookup, "time_linears", time_linears)
         return timed
