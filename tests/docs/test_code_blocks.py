@@ -53,6 +53,7 @@ UNTESTED = {
 # The pages of the learning path go on with each other's names and files. Every other page runs by itself.
 LESSONS = tuple(page for page in PAGES if page.startswith("docs/learn/"))
 GROUPS = [pages for pages in (LESSONS, *((page,) for page in PAGES if page not in LESSONS)) if pages]
+SLOW = dict.fromkeys(("docs/learn/1_gpt.md", "docs/runs.md"), pytest.mark.slow)  # the pages that take the longest
 
 Octavo = Callable[..., tuple[int, str, str]]
 
@@ -97,7 +98,7 @@ def test_an_output_that_is_not_shown_is_found() -> None:
     assert different_lines("a\n", "a\nb\n") == [" | b"]
 
 
-@pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0])
+@pytest.mark.parametrize("pages", [pytest.param(each, id=each[0], marks=SLOW.get(each[0], ())) for each in GROUPS])
 @pytest.mark.usefixtures("workspace")
 def test_the_blocks_of_a_page_run(pages: tuple[str, ...], octavo: Octavo) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -12,6 +12,7 @@ from pathlib import Path
 import golden_models
 import pytest
 from packed_examples import small_shards
+from tiny_models import with_slow
 from verify_examples import complaints
 
 from octavo.checkpoint.files import SHARD_BYTES
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_readers")
 GOLDEN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("golden_bytes.json").read_text())
 
 
-@pytest.mark.parametrize("name", golden_models.MODELS)
+@pytest.mark.parametrize("name", with_slow(golden_models.MODELS))
 def test_a_hugging_face_folder(tmp_path, name):
     model = golden_models.write_model(tmp_path / "model", name)
     calibration = golden_models.write_calibration(tmp_path / "calibration", model, name)

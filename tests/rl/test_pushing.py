@@ -246,6 +246,7 @@ def on_ranks(rank, folder):
     return pushed.checksum, tokens(served).tolist(), gathered
 
 
+@pytest.mark.slow
 def test_two_ranks_push_what_one_does(made):
     folder = made("llama", scheme="channel")
     (first, found, gathered), (second, others, _) = run_ranks(2, on_ranks, folder)

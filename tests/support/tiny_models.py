@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from bits import bits
@@ -115,6 +116,15 @@ IMAGE_MODELS = {
 TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")
 """Enough bytes for nine prompts of 64."""
 Folders = Callable[..., Path]
+
+
+QUICK = ("llama", "llama untied", "opt", "gpt2", "bert", "t5", "mixtral", "vit")
+
+
+def with_slow(rows: Iterable[str | tuple[str, ...]]) -> list:
+    """Parameters that begin with the name of a model: those of models beside `QUICK` are marked as slow."""
+    each = [(row,) if isinstance(row, str) else row for row in rows]
+    return [pytest.param(*row, marks=() if row[0] in QUICK else pytest.mark.slow) for row in each]
 
 
 def built(name: str, seed: int = 0, gain: float = 1.0, **sizes):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from linear_examples import converted_model
 from safetensors.torch import load_file, save_file
-from tiny_models import IMAGE_MODELS, MODELS, built, open_theirs, same_bits
+from tiny_models import IMAGE_MODELS, MODELS, built, open_theirs, same_bits, with_slow
 from torch import nn
 
 import octavo
@@ -260,7 +260,7 @@ def test_the_model_stays_as_it_is():
 # ---- Sound models.
 
 
-@pytest.mark.parametrize("name", [*MODELS, *IMAGE_MODELS])
+@pytest.mark.parametrize("name", with_slow([*MODELS, *IMAGE_MODELS]))
 def test_a_sound_model_of_transformers(name):
     model = built(name).bfloat16()
     for report in (octavo.check(model.train()), octavo.check(model.eval())):

@@ -7,7 +7,7 @@ import torch
 from other_writers import know_caches
 from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
-from tiny_models import IDS, IMAGE_MODELS, MODELS, make_model
+from tiny_models import IDS, IMAGE_MODELS, MODELS, make_model, with_slow
 from torch import nn
 from transformers import FNetConfig, FNetModel
 from verify_examples import change_settings, change_tensors, complaints, run_verify
@@ -44,24 +44,24 @@ CHANNEL = [
     "mistral", "qwen2", "qwen3", "opt", "gpt2", "gptneox", "gemma2", "jamba", "olmo hybrid", "bamba", *UNFUSED, "t5",
     "bart", *ENCODERS, "mixtral", "qwen3moe", "whisper", *IMAGE_MODELS,
 ]  # fmt: skip
-FP8 = ("llama", "qwen2", "bert", "t5", "mixtral", "vit", "whisper")
+FP8 = ("llama", "qwen2", "bert", "t5", "bart", "mixtral", "qwen3moe", "vit", "whisper")
 SEVERAL = {"*.down_proj": "mx", "*.layers.0.*": "channel"}  # the first that matches counts
-# Each scheme, each architecture and each option, and the pairs that are computed in a way of their own.
 FOLDERS = [
     *(("llama", {"scheme": scheme}) for scheme in SCHEMES),
     ("llama", {"scheme": "mx", "layers": {"*.o_proj": "channel", "*.down_proj": "block"}}),
     ("llama", {"scheme": "block", "layers": SEVERAL, "skip": ("*.layers.1.mlp.*",)}),
     *((name, {"scheme": "channel"}) for name in CHANNEL),
     *((name, {"scheme": "channel", "experts": True}) for name in MIXTURES),
-    *((name, {"scheme": "tensor"}) for name in ("opt", "gpt2")),
+    *((name, {"scheme": "tensor"}) for name in ("mistral", "opt", "gpt2")),
     ("gpt2", {"pow2": True}),
-    *((name, {"scheme": "static"}) for name in ("qwen2", "opt", "bert")),
+    *((name, {"scheme": "static"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert")),
+    ("qwen2", {"scheme": "block"}),
     *((name, {"scheme": "block", "layout": "fp8"}) for name in FP8),
-    *((name, {"scheme": "mx"}) for name in ("opt", "bert", "gemma2", "vit")),
+    *((name, {"scheme": "mx"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert", "gemma2", "vit")),
     ("vit", {"scheme": "group64"}),
     *((name, {"scheme": "weight"}) for name in ("mixtral", "glm4moe")),  # transformers keeps their experts in BF16
-    *((name, {"scheme": "int8"}) for name in ("opt", "mixtral", "deepseekv3", "vit")),
-    *((name, {"scheme": "channel", "kv_cache": "fp8"}) for name in ("mistral", "qwen2", "opt")),
+    *((name, {"scheme": "int8"}) for name in ("opt", "mixtral", "qwen3moe", "deepseekv3", "vit")),
+    *((name, {"scheme": "channel", "kv_cache": "fp8"}) for name in ("llama", "mistral", "qwen2", "qwen3", "opt")),
     *(("llama", {"scheme": scheme, "kv_cache": "fp8"}) for scheme in ("static", "mx")),
     *(("mistral", {"scheme": "static", "kv_cache": "fp8", "rule": rule}) for rule in ("percentile", "mse")),
 ]
@@ -81,7 +81,7 @@ def check_agreement(report):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("name", "options"), FOLDERS, ids=str)
+@pytest.mark.parametrize(("name", "options"), with_slow(FOLDERS), ids=str)
 def test_every_reader_computes_what_the_bytes_say(made, monkeypatch, name, options):
     know_caches(monkeypatch)
     cached, with_text = "kv_cache" in options, name not in (*IMAGE_MODELS, "whisper")
@@ -294,9 +294,9 @@ def test_weights_are_widened_one_at_a_time(made, tmp_path, monkeypatch, no_reade
 
 
 @pytest.mark.usefixtures("no_readers")
-@pytest.mark.parametrize("name", [*MODELS, *IMAGE_MODELS])
+@pytest.mark.parametrize("name", with_slow([*MODELS, *IMAGE_MODELS]))
 def test_families(made, name):
-    for scheme in ("channel", "mx")[: 1 if name == "swin v2" else 2]:  # a layer of which has two inputs
+    for scheme in ("channel", "int8", "mx")[: 2 if name == "swin v2" else 3]:  # a layer of which has two inputs
         assert complaints(made(name, scheme=scheme), made(name)) == []
 
 
