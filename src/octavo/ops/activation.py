@@ -95,13 +95,15 @@ def activation_backward_reference(
     du, h = activation_gradient(dh, u, kind)
     given: Any = factors
     column_scale, group, mantissa_of, weight = given
-    dweight = du.new_empty(0)
+    dweight, row_scale, inv_h = du.new_empty(0), scale_mantissa(mantissa_of), 1 / h_scale
     if group is not None:
         column_scale = column_scale[group]
         products = F.pad((dh.float() * h).sum(1), (0, 1))  # the row -1 is zero
         dweight = products[row] / nonzero(weight)
-    data, scale = quantize_reference(du, cast, column_scale, scale_mantissa(mantissa_of), None)
-    h_data = cast_to(h * (1 / h_scale), h_cast.fmt)
+        kept = (weight / nonzero(weight)).view(-1, 1)[slot]  # 1, but for weights below the least
+        row_scale, inv_h = row_scale * kept, inv_h * kept
+    data, scale = quantize_reference(du, cast, column_scale, row_scale, None)
+    h_data = cast_to(h * inv_h, h_cast.fmt)
     return data, scale, h_data, du.sum(0) if biased else du.new_empty(0), dweight
 
 
@@ -195,7 +197,8 @@ def activation_backward(
         slot, row: with `group`, int32, the slot of each row [M], and the row of each slot [T, top_k], or -1.
         weight: with `group`, float32 [T, top_k], by which `gather_quantize` has multiplied the gradient of each slot.
             The gradient of a weight is the sum of dh * h over its row, divided by the weight (SonicMoE,
-            arXiv:2512.14080, section 3.2); zero for a slot without a row.
+            arXiv:2512.14080, section 3.2); zero for a slot without a row. Where `gather_quantize` took 2^-24 for a
+            smaller weight, du and h are multiplied by weight / 2^-24: a weight of zero gives zeros.
     """
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)

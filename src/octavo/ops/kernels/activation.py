@@ -136,12 +136,14 @@ def _backward_kernel(
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
+    factor = mantissa(tl.load(mantissa_of_ptr + m))
+    inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
     if group_ptr is not None:
         column_scale_ptr += tl.load(group_ptr + m).to(tl.int64) * F * (2 if GATED else 1)
         slot = tl.load(slot_ptr + m + tl.arange(0, 1))  # before the products, which take as long as these loads
-        here, weight = tl.load(row_ptr + slot) >= 0, nonzero(tl.load(weight_ptr + slot))
-    factor = mantissa(tl.load(mantissa_of_ptr + m))
-    inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
+        here, weight = tl.load(row_ptr + slot) >= 0, tl.load(weight_ptr + slot)
+        kept = tl.div_rn(weight, nonzero(weight))[:, None]  # 1, but for weights below the least
+        factor, inv_h = factor * kept, inv_h * kept
     product = tl.zeros((1,), tl.float32)  # of the rows of dh and h
     if ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
@@ -170,7 +172,7 @@ def _backward_kernel(
             _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     tl.store(scale_ptr + m + tl.arange(0, 1), scale)
     if group_ptr is not None:
-        tl.store(dweight_ptr + slot, tl.where(here, product / weight, 0.0))
+        tl.store(dweight_ptr + slot, tl.where(here, product / nonzero(weight), 0.0))
 
 
 @triton.jit
