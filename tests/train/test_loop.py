@@ -5,6 +5,7 @@ import gc
 import math
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,11 @@ from tiny_runs import before_steps
 
 from octavo import Cast, Gemm, Recipe
 from octavo.checkpoint.files import model_tensors
+from octavo.models.tokenizer import Batches
 from octavo.recipe import PRESETS
 from octavo.scales import scale_state
 from octavo.train.config import Config, ConfigError
+from octavo.train.loss import mean_loss
 from octavo.train.model import check_memory
 from octavo.train.processes import EVERY, collect_between_steps, collect_young
 from octavo.train.supervision import TrainingError
@@ -141,6 +144,20 @@ def test_evaluation_is_the_mean_over_the_first_batches_held_out_and_takes_none_t
     trainer.validation.at = lambda index: taken.append(index) or at(index)
     trainer.evaluate()
     assert taken == list(range(trainer.validation.sequences // 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("sequences", "count", "taken"), [(1, 5, 1), (3, 5, 3), (6, 5, 4), (6, None, 6), (8, 2, 8)])
+def test_sequences_that_fill_no_batch_are_taken_once(sequences, count, taken, ranks):
+    tokens, options = np.random.default_rng(0).integers(99, size=5 * sequences + 1), {"precision": "fp32"}
+    shares = [Batches(tokens, 5, 4, None, (rank, ranks)) for rank in range(ranks)]
+    found = [mean_loss(None, share, torch.device("cpu"), mean_of_inputs, **options, count=count) for share in shares]
+    assert {number for _, number in found} == {5 * taken}
+    assert sum(loss for loss, _ in found) / ranks == pytest.approx(tokens[: 5 * taken].mean(), rel=1e-6)
+
+
+def mean_of_inputs(model, inputs, targets):
+    return inputs.float().mean()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "stochastic"])

@@ -383,7 +383,7 @@ class Batches:
             raise ValueError(f"share must be one of equal parts of a batch of {batch}; got {index} of {count}")
         self.context, self.batch = context, batch
         self.size = batch // count
-        self._first = index * self.size
+        self.first = index * self.size
         self._tokens, self._seed = tokens, seed
 
     @property
@@ -395,7 +395,7 @@ class Batches:
         """(inputs, targets) of micro-batch `index`, from 0 without end: int64 [batch / count, context] on the CPU."""
         if index < 0:
             raise ValueError(f"the index of a batch must be 0 or more; got {index}")
-        first = index * self.batch + self._first
+        first = index * self.batch + self.first
         starts = self._starts(range(first, first + self.size))[:, None]
         window = self._tokens[starts + np.arange(self.context + 1)].astype(np.int64)  # [size, context + 1]
         pair = torch.from_numpy(window)
