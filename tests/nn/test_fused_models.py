@@ -313,6 +313,10 @@ def test_a_model_of_ours_returns_the_loss_of_labels(config):
     assert torch.equal(model(ids), logits)
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(model(ids, labels=labels), expected)
+    shifted = F.pad(labels.masked_fill(labels == -100, -1), (0, 1), value=-1)[..., 1:]
+    options = {"shift_labels": shifted, "ignore_index": -1, "num_items_in_batch": 2 * int((shifted != -1).sum())}
+    torch.testing.assert_close(2 * model(ids, labels=labels, **options), expected)
+    assert torch.equal(model(ids, **options), logits)
 
 
 @pytest.mark.slow

@@ -135,6 +135,8 @@ REFUSED = [
     (lambda: seed(layer("delayed")), "the calibration has no amax of the input of 0"),
     (lambda: seed(nn.Linear(4, 4)), "has no scale histories"),
     (lambda: linear_cross_entropy(ROWS, ROWS, torch.zeros(3)), "needs an int64 label for each token; got 3 tokens"),
+    (lambda: linear_cross_entropy(ROWS, ROWS, torch.full((len(ROWS),), -1)), "labels are from 0 to .* got -1"),
+    (lambda: linear_cross_entropy(ROWS, ROWS, torch.full((len(ROWS),), len(ROWS))), "or ignore_index -100; got"),
     *((lambda given=given: linear_cross_entropy(ROWS, ROWS, INDEX[:, 0], **given), "takes a chunk of at least 1 and")
       for given in ({"chunk": 0}, {"chunk": -1}, {"recipe": "fp8"})),
 ]  # fmt: skip
@@ -142,7 +144,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
 def test_what_the_layers_do_not_take(call, words: str) -> None:
-    with pytest.raises((ValueError, TypeError, NotImplementedError, RuntimeError), match=words):
+    with pytest.raises((ValueError, TypeError, NotImplementedError, RuntimeError, IndexError), match=words):
         call()
 
 

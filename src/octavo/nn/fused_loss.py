@@ -67,8 +67,9 @@ def linear_cross_entropy(
     Raises:
         ValueError: labels of another number or dtype, a chunk below 1, an unknown recipe, or a weight that is sharded
             in another way.
+        IndexError: on a CPU, a label that is no row of the weight. On a GPU, which is not waited for, the loss is NaN.
     """
-    group, first = "", 0
+    group, first, vocabulary = "", 0, len(weight)
     if hasattr(weight, "device_mesh"):
         x, weight, group, first = _vocabulary_parallel(x, weight, labels)
     device = x.device.type
@@ -80,6 +81,10 @@ def linear_cross_entropy(
     if chunk < 1 or recipe not in get_args(HeadRecipe):
         raise ValueError(f"the loss takes a chunk of at least 1 and 'bf16' or 'rowwise'; got {chunk} and {recipe!r}")
     ignored = labels == ignore_index
+    if device == "cpu" and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+        wrong = labels[((labels < 0) | (labels >= vocabulary)) & ~ignored]
+        if len(wrong):
+            raise IndexError(f"labels are from 0 to {vocabulary - 1}, or ignore_index {ignore_index}; got {wrong[0]}")
     count = (~ignored).sum() if num_items is None else torch.as_tensor(num_items, device=x.device)
     count = count.to(torch.promote_types(dtype, torch.float32)).view(())
     labels = (labels - first).masked_fill(ignored, IGNORED)
@@ -472,6 +477,9 @@ class LossModel:
             cls.forward = _with_loss(cls.__bases__[1].forward)  # type: ignore[attr-defined]
 
 
+_OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # of the loss of transformers
+
+
 def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a model of a class whose own is `theirs`. It keeps the signature, which Trainer reads."""
     names = list(signature(theirs).parameters)
@@ -479,8 +487,10 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
         if place is None:  # a model that returns logits alone
             labels = kwargs.pop("labels", None)
+            kwargs = {name: value for name, value in kwargs.items() if name not in options}
         else:
             labels = args[place] if len(args) > place else kwargs.get("labels")
         head = self.get_submodule(self.loss_head) if hasattr(self, "loss_head") else None  # Accelerate keeps `forward`
@@ -494,12 +504,12 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.loss_head} was replaced by a {type(head).__name__} after octavo.convert, which had fused it "
                 "with the loss: call octavo.restore first, or convert with fuse_loss=False"
             )
-        ignore, shifted = kwargs.get("ignore_index", -100), kwargs.get("shift_labels")
+        ignore, shifted = options.get("ignore_index", -100), options.get("shift_labels")
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
         tied = self.get_submodule(self.loss_embedding) if self.loss_embedding else None
         parts: list[Any] = [head, tied] if isinstance(tied, LossEmbedding) and tied.weight is head.weight else [head]
-        task = Task(shifted, kwargs.get("num_items_in_batch"), ignore)
+        task = Task(shifted, options.get("num_items_in_batch"), ignore)
         for part in parts:
             part.task = task
         self._loss_function = task.result  # what a model of transformers calls, if it is there
