@@ -181,9 +181,13 @@ def test_log_probabilities_of_a_row_by_itself(dtype):
     for y in (found, required):
         (y * torch.arange(10).view(2, 5)).sum().backward()
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-7, atol=1e-5)
+    masked = log_probabilities(leaf, tokens.index_fill(1, torch.tensor([1, 4]), -100))
+    assert torch.equal(masked, required.float().index_fill(1, torch.tensor([1, 4]), 0))
+    (gradient,) = torch.autograd.grad(masked.sum(), leaf)
+    assert gradient.any(2).tolist() == [[True, False, True, True, False]] * 2
     assert torch.equal(leaf, logits)  # the backward pass writes to memory of its own
 
 
 def test_a_label_that_is_no_token_is_refused():
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-        log_probabilities(torch.zeros(2, 5), torch.tensor([1, -100]))
+        log_probabilities(torch.zeros(2, 5), torch.tensor([1, -1]))

@@ -79,10 +79,12 @@ def same_bits(*models: nn.Module) -> ExitStack:
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """The log-probabilities of tokens, float32 [...], by logits [..., V], with a gradient.
 
-    Each is computed from its own row, in one order: in float32 on a GPU, in float64 on a CPU.
+    Each is computed from its own row, in one order: in float32 on a GPU, in float64 on a CPU. The label -100, of
+    tokens that are not trained, gets 0 and no gradient. For another number that is no token PyTorch raises its error.
     """
-    found = _LogProbabilities.apply(logits.flatten(0, -2), tokens.flatten())  # type: ignore[no-untyped-call]
-    return found.view(tokens.shape)
+    masked = tokens == -100
+    given = logits.flatten(0, -2), tokens.masked_fill(masked, 0).flatten()
+    return _LogProbabilities.apply(*given).view(tokens.shape).masked_fill(masked, 0)  # type: ignore[no-untyped-call]
 
 
 class _LogProbabilities(torch.autograd.Function):
