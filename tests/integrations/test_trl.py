@@ -72,9 +72,10 @@ def test_a_trainer_of_trl_gets_answers_of_the_weights_that_it_trains(model, toke
 def test_answers_are_those_of_each_prompt_alone(model, tokenizer, tmp_path):
     served = serve(model, tmp_path)
     config = copy.deepcopy(served.generation_config)
-    config.update(do_sample=False, max_new_tokens=5, pad_token_id=0, eos_token_id=[1])
     prompts = [[5, 6, 7], [8]]
-    assert sample(served, prompts, config) == [sample(served, [prompt], config)[0] for prompt in prompts]
+    for padding, end in ((0, [1]), (None, [1]), (None, 1), (None, None)):
+        config.update(do_sample=False, max_new_tokens=5, pad_token_id=padding, eos_token_id=end)
+        assert sample(served, prompts, config) == [sample(served, [prompt], config)[0] for prompt in prompts]
 
 
 def test_vllm_beside_it_is_refused():

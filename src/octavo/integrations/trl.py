@@ -53,9 +53,10 @@ def token_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
 @torch.no_grad()
 def sample(served: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[list[int]]:
     """The answer to each prompt, up to the first token that ends a text, which it includes."""
-    ids, padding = pad_prompts(prompts, served.device, config.pad_token_id)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    padding_token = next((token for token in (config.pad_token_id, *ends) if token is not None), 0)
+    ids, padding = pad_prompts(prompts, served.device, padding_token)
     mask = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
     output = served.generate(ids, attention_mask=mask.long().to(ids.device), generation_config=config)
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     answers = output[:, ids.shape[1] :].tolist()
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in answers]
