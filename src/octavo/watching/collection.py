@@ -13,6 +13,7 @@ A brief sample leaves out gradients, the change of the weights, histograms, and 
 """
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,6 +124,8 @@ class Watch:
         self._tables = [*layers.stats, *(table for _, tables in self._experts for table in tables.values())]
         self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
         self._store = Store(layers.stats)
+        self._release = weakref.finalize(self, _release, layers, self._weights, self._store)
+        self._release.atexit = False
         nothing = torch.empty(0, 0, dtype=torch.float64, device=self._device)
         self.interval = transfer([(nothing, 0)], interval)()[1]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-watch")
@@ -189,10 +192,7 @@ class Watch:
     def close(self) -> None:
         """Write the pending samples, and leave the model as it was before."""
         self._closed = True
-        Sampling.request(self, 0)
-        self._store.close()
-        self._weights.close()
-        self._layers.detach()
+        self._release()
         try:
             self._receive()
         finally:
@@ -214,7 +214,7 @@ class Watch:
             torch._foreach_copy_(self._tables, self._cleared)
         self._weights.begin(active=full)
         self._store.clear()
-        Sampling.request(self, self._rows if full else BRIEF if brief else 0)
+        Sampling.request(self._weights, self._rows if full else BRIEF if brief else 0)
 
     @torch.no_grad()
     def _end(self, step: int) -> Callable[[], tuple[Sample | None, Sample | None, int]]:
@@ -302,3 +302,11 @@ class Watch:
 
 
 watch = Watch  # in a program, `octavo.watch(model)`
+
+
+def _release(layers: Layers, weights: WeightStatistics, store: Store) -> None:
+    """Leave the model as it was before its watch, which is closed, or which nobody has any more."""
+    Sampling.request(weights, 0)
+    store.close()
+    weights.close()
+    layers.detach()
