@@ -100,7 +100,7 @@ def test_the_gradient_of_the_weights_of_slots(kind):
     size = torch.where(row < 0, 0, products.abs().sum(1)[row] / counted.abs())
     unrouted = weight.view(-1)[slot.long()] == 0
     assert unrouted.any()
-    assert not (actual.du.dequantize()[unrouted].any() or actual.h.dequantize()[unrouted].any())
+    assert not any(q.dequantize()[unrouted].any() for q in (actual.du, actual.h))
     assert ((actual.dweight - expected).abs() <= 1e-5 * size).all()
 
 
