@@ -151,13 +151,10 @@ def test_evaluation_is_the_mean_over_the_first_batches_held_out_and_takes_none_t
 def test_sequences_that_fill_no_batch_are_taken_once(sequences, count, taken, ranks):
     tokens, options = np.random.default_rng(0).integers(99, size=5 * sequences + 1), {"precision": "fp32"}
     shares = [Batches(tokens, 5, 4, None, (rank, ranks)) for rank in range(ranks)]
-    found = [mean_loss(None, share, torch.device("cpu"), mean_of_inputs, **options, count=count) for share in shares]
+    given = torch.device("cpu"), lambda model, inputs, targets: inputs.float().mean()
+    found = [mean_loss(None, share, *given, **options, count=count) for share in shares]
     assert {number for _, number in found} == {5 * taken}
     assert sum(loss for loss, _ in found) / ranks == pytest.approx(tokens[: 5 * taken].mean(), rel=1e-6)
-
-
-def mean_of_inputs(model, inputs, targets):
-    return inputs.float().mean()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "stochastic"])

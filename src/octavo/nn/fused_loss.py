@@ -477,9 +477,6 @@ class LossModel:
             cls.forward = _with_loss(cls.__bases__[1].forward)  # type: ignore[attr-defined]
 
 
-_OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")  # of the loss of transformers
-
-
 def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a model of a class whose own is `theirs`. It keeps the signature, which Trainer reads."""
     names = list(signature(theirs).parameters)
@@ -487,12 +484,11 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+        given = kwargs
         if place is None:  # a model that returns logits alone
-            labels = kwargs.pop("labels", None)
-            kwargs = {name: value for name, value in kwargs.items() if name not in options}
-        else:
-            labels = args[place] if len(args) > place else kwargs.get("labels")
+            ours = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
+            given = {name: kwargs.pop(name) for name in ours if name in kwargs}
+        labels = given.get("labels") if place is None or len(args) <= place else args[place]
         head = self.get_submodule(self.loss_head) if hasattr(self, "loss_head") else None  # Accelerate keeps `forward`
         if getattr(head, "task", None) is not None:
             raise RuntimeError("fuse_loss=True allows one thread at a time: give each a copy.deepcopy of the model")
@@ -504,12 +500,12 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.loss_head} was replaced by a {type(head).__name__} after octavo.convert, which had fused it "
                 "with the loss: call octavo.restore first, or convert with fuse_loss=False"
             )
-        ignore, shifted = options.get("ignore_index", -100), options.get("shift_labels")
+        ignore, shifted = given.get("ignore_index", -100), given.get("shift_labels")
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
         tied = self.get_submodule(self.loss_embedding) if self.loss_embedding else None
         parts: list[Any] = [head, tied] if isinstance(tied, LossEmbedding) and tied.weight is head.weight else [head]
-        task = Task(shifted, options.get("num_items_in_batch"), ignore)
+        task = Task(shifted, given.get("num_items_in_batch"), ignore)
         for part in parts:
             part.task = task
         self._loss_function = task.result  # what a model of transformers calls, if it is there

@@ -80,26 +80,21 @@ def mean_loss(
     count: int | None,
     progress: Progress = no_progress,
 ) -> tuple[float, int]:
-    """The mean loss over `count` batches (None: every sequence once), and the number of tokens that were predicted.
-
-    No sequence is taken twice. Where the batches are shares of those of several ranks, the loss is the mean of what the
-    ranks return.
-    """
+    """The mean loss over `count` batches (None: every sequence once), and the number of tokens that were predicted. No
+    sequence is taken twice. Of batches that several ranks share, the loss is the mean of what the ranks return."""
     whole, rest = divmod(batches.sequences, batches.batch)  # the last `rest` sequences fill no batch
     rest = rest if count is None or not whole else 0
     count = whole if count is None else min(count, whole)
     with own_random(device):
-        losses, mean = [], 0.0
+        losses = []
         for index in range(count):
             losses.append(next_token_loss(model, batches.at(index), device, precision, loss))
             progress(index + 1, count, "evaluating")
-        if losses:
-            mean = float(torch.stack(losses).mean())
+        mean = float(torch.stack(losses).mean()) if losses else 0.0
         if rest:
             inputs, targets = batches.at(count)
             own = min(max(rest - batches.first, 0), batches.size)
             part = slice(max(own, 1))  # a rank without one of them takes part in the exchanges of the others
             last = float(next_token_loss(model, (inputs[part], targets[part]), device, precision, loss))
-            last *= own * batches.batch / batches.size / rest
-            mean += (last - mean) * rest / batches.sequences
+            mean += (last * (own * batches.batch / batches.size / rest) - mean) * rest / batches.sequences
     return mean, (count * batches.batch + rest) * batches.context

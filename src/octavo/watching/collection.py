@@ -125,7 +125,6 @@ class Watch:
         self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
         self._store = Store(layers.stats)
         self._release = weakref.finalize(self, _release, layers, self._weights, self._store)
-        self._release.atexit = False
         nothing = torch.empty(0, 0, dtype=torch.float64, device=self._device)
         self.interval = transfer([(nothing, 0)], interval)()[1]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-watch")
