@@ -1,7 +1,6 @@
 """What a watch records of layers that train, against the tensors that they computed with."""
 
 import copy
-import gc
 import io
 
 import numpy as np
@@ -221,18 +220,11 @@ def test_a_watch_leaves_no_trace():
         assert torch.load(io.BytesIO(file.getvalue()), weights_only=False)[0].observer is None
         with pytest.raises(ValueError, match="watched already"):
             octavo.watch(model)
+    octavo.watch(model)  # which nobody keeps
     assert set(model[0].__dict__) == before
     with pytest.raises(ValueError, match=r"the watch is closed: call step inside its with block"):
         watch.step()
     assert octavo.observation.operands.Sampling.active is False
-    watch = octavo.watch(model)
-    train(model, 1, watch=watch)
-    watch.latest()
-    del watch
-    gc.collect()
-    assert set(model[0].__dict__) == before
-    assert octavo.observation.operands.Sampling.active is False
-    octavo.watch(model).close()
 
 
 @pytest.mark.parametrize(
