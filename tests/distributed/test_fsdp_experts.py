@@ -319,7 +319,7 @@ def test_ranks_compute_what_one_process_computes(world, recipe, least):
     found = [{name: torch.from_numpy(array) for name, array in each.items()} for each in arrays]
     for name in ("y", "dx", "dweight"):
         together = torch.cat([each[name] for each in found])
-        assert sqnr(expected[name], together) > (least if name == "dx" else 44), name
+        assert sqnr(expected[name], together) > (44 if name == "y" else least), name  # dweight is of y here, not of dh
     for name in ("experts.gate_up_proj", "experts.down_proj"):
         assert all(torch.equal(each[name], found[0][name]) for each in found)
         assert sqnr(expected[name], found[0][name].float() * world) > least

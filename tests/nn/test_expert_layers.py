@@ -171,15 +171,11 @@ def test_a_mixtral_reaches_the_loss_of_bf16(recipe):
     assert last_loss(recipe) == pytest.approx(last_loss("bf16"), abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"recipe": "tensorwise"}, "the recipe tensorwise has no grouped GEMM: rowwise, blockwise and mxfp8 have"),
-        ({"skip": ["*.experts"]}, r"skip='*.experts'"),
-        ({"only_if_faster": True}, "FP8 is emulated here: left in BF16"),
-    ],
-    ids=["recipe", "skip", "only if faster"],
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"recipe": "tensorwise"}, "the recipe tensorwise has no grouped GEMM: rowwise, blockwise and mxfp8 have"),
+    ({"skip": ["*.experts"]}, r"skip='*.experts'"),
+    ({"only_if_faster": True}, "FP8 is emulated here: left in BF16"),
+], ids=["recipe", "skip", "only if faster"])  # fmt: skip
 def test_experts_that_are_left_out_are_named_with_the_reason(options, reason):
     model = built("mixtral")
     octavo.convert(model)  # an earlier conversion is undone

@@ -134,9 +134,7 @@ def split_vocabulary(rank, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "most"), [("bf16", 2e-6), ("rowwise", 0.25)]
-)  # in FP8 parts have scales of their own
+@pytest.mark.parametrize(("recipe", "most"), [("bf16", 2e-6), ("rowwise", 0.25)])  # in FP8 parts have own scales
 def test_a_vocabulary_split_over_ranks_gives_the_same(recipe, most):
     for errors in run_ranks(2, split_vocabulary, recipe):
         assert max(max(each) for each in errors) < most

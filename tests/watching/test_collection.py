@@ -227,14 +227,11 @@ def test_a_watch_leaves_no_trace():
     assert octavo.observation.operands.Sampling.active is False
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (nn.ReLU(), {}, "no linear layer"),
-        (nn.Linear(4, 4), {"interval": 0}, "at least 1, got 0 and 64"),
-        (nn.Linear(4, 4), {"rows": 0}, "at least 1, got 100 and 0"),
-    ],
-)
+@pytest.mark.parametrize(("model", "options", "message"), [
+    (nn.ReLU(), {}, "no linear layer"),
+    (nn.Linear(4, 4), {"interval": 0}, "at least 1, got 0 and 64"),
+    (nn.Linear(4, 4), {"rows": 0}, "at least 1, got 100 and 0"),
+])  # fmt: skip
 def test_what_cannot_be_watched_is_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         octavo.watch(model, **options)

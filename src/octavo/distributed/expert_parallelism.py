@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from octavo.distributed.ranks import check_mesh, exchanged
+from octavo.distributed.ranks import check_mesh
 from octavo.nn import Experts
 from octavo.nn.conversion import find_experts, to_fp8_experts
 from octavo.nn.experts import gather_rows, scatter_rows
-from octavo.nn.module_tools import check_module
+from octavo.nn.module_tools import check_module, exchanged
 from octavo.ops import sort_by_expert
 
 

@@ -4,11 +4,11 @@ The collectives are PyTorch's functional ones, which torch.compile traces. `gath
 exchange: the GPU computes on until `done` waits for the result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed._symmetric_memory  # registers the operations of torch.ops.symm_mem
@@ -17,6 +17,7 @@ from torch.distributed import get_process_group_ranks, get_rank
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.linear_function import FusedCall, dx_operand
+from octavo.nn.module_tools import exchanged
 from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.numerics.scaling import ceil_power_of_two
 from octavo.ops import requantize, row_scales
@@ -226,25 +227,6 @@ def _final(part: Shards, scale: Tensor, shared: Tensor) -> Tensor:
 
 # ---- Exchanges whose gradient takes the way back: those of experts, and of tensor parallelism in high precision, for
 # layers whose recipe is not `rowwise`.
-
-
-Way = Callable[[Tensor], Tensor]
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way, back: Way) -> Tensor:
-        ctx.back = back
-        return way(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(dy), None, None
-
-
-def exchanged(x: Tensor, way: Way, back: Way) -> Tensor:
-    """way(x), whose gradient is back(dy)."""
-    return _Exchanged.apply(x, way, back)  # type: ignore[no-untyped-call]
 
 
 def gather_rows(x: Tensor, ranks: Ranks) -> Tensor:

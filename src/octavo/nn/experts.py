@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from octavo import ops
 from octavo.nn.linear import compute_dtype
 from octavo.nn.linear_function import Call, LinearCall, ones, rescaled
-from octavo.nn.module_tools import check_call, differentiable_once
+from octavo.nn.module_tools import check_call, differentiable_once, exchanged
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
@@ -120,36 +120,16 @@ def plain_experts(
 
 def gather_rows(x: Tensor, slot: Tensor, row: Tensor) -> Tensor:
     """The rows [M, K] of the experts, from tokens [T, K]. The gradient is a gather too, without atomic additions."""
-    return _Gather.apply(x, slot, row)  # type: ignore[no-untyped-call]
+
+    def sum_of_slots(dn: Tensor) -> Tensor:
+        return _by_slot(dn, row).float().sum(1).to(dn.dtype)
+
+    return exchanged(x, lambda x: x[slot // row.shape[1]], sum_of_slots)
 
 
 def scatter_rows(y: Tensor, slot: Tensor, row: Tensor) -> Tensor:
     """The outputs [T, top_k, K] of the slots, from the rows [M, K] of the experts."""
-    return _Scatter.apply(y, slot, row)  # type: ignore[no-untyped-call]
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(row)
-        return x[slot // row.shape[1]]
-
-    @staticmethod
-    def backward(ctx: Any, dn: Tensor) -> tuple[Tensor | None, ...]:
-        (row,) = ctx.saved_tensors
-        return _by_slot(dn, row).float().sum(1).to(dn.dtype), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, slot: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(slot)
-        return _by_slot(y, row)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (slot,) = ctx.saved_tensors
-        return dy.flatten(0, 1)[slot], None, None
+    return exchanged(y, lambda y: _by_slot(y, row), lambda dy: dy.flatten(0, 1)[slot])
 
 
 def _by_slot(y: Tensor, row: Tensor) -> Tensor:

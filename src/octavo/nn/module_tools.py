@@ -124,6 +124,25 @@ def _named(layer: Any) -> str:
     return f"the layer {layer.name!r}" if layer.name else f"a {type(layer).__name__}"
 
 
+Way = Callable[[Tensor], Tensor]
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return way(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy), None, None
+
+
+def exchanged(x: Tensor, way: Way, back: Way) -> Tensor:
+    """way(x), whose gradient is back(dy)."""
+    return _Exchanged.apply(x, way, back)  # type: ignore[no-untyped-call]
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `backward` so that differentiating its gradients again (`create_graph=True`) raises an error."""
 
