@@ -103,7 +103,7 @@ def convert(
             `.logits` is None. It takes `num_items_in_batch`, `ignore_index` and `shift_labels` as transformers' loss
             does, so Trainer and Lightning need no change. In evaluation, and without labels, the logits are whole.
             Of a model that returns logits alone, as those of `octavo.models`, `model(tokens, labels=tokens)` is the
-            loss, which compares each logit with the next label. The recipe "bf16" changes nothing else.
+            loss, by the same options, of each logit and the next label. The recipe "bf16" changes nothing else.
         head: with `fuse_loss`, "rowwise" computes the three products of the head in FP8: faster than "bf16" where the
             vocabulary is large, at a cost in loss that docs/loss.md has.
         attention: "fp8" computes causal attention in E4M3 too (`octavo.nn.use_fp8_attention`). "bf16" leaves it as it

@@ -120,11 +120,7 @@ def plain_experts(
 
 def gather_rows(x: Tensor, slot: Tensor, row: Tensor) -> Tensor:
     """The rows [M, K] of the experts, from tokens [T, K]. The gradient is a gather too, without atomic additions."""
-
-    def sum_of_slots(dn: Tensor) -> Tensor:
-        return _by_slot(dn, row).float().sum(1).to(dn.dtype)
-
-    return exchanged(x, lambda x: x[slot // row.shape[1]], sum_of_slots)
+    return exchanged(x, lambda x: x[slot // row.shape[1]], lambda dn: _by_slot(dn, row).float().sum(1).to(dn.dtype))
 
 
 def scatter_rows(y: Tensor, slot: Tensor, row: Tensor) -> Tensor:
