@@ -207,6 +207,7 @@ def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path):
 # ---- What is copied beside a model: whole folders of sentence-transformers among it
 
 
+LICENSES = ("LICENSE", "LICENCE.md", "USE_POLICY.md", "Notice", "LICENSE-APACHE-2.0", "COPYING", "Terms_of_Use.pdf")
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
@@ -222,7 +223,8 @@ def source(tmp_path: Path) -> Path:
         "modules.json": json.dumps(MODULES), "sentence_bert_config.json": "{}", "vocab.txt": "a",
         "1_Pooling/config.json": '{"pooling_mode": "mean"}', "2_Dense/config.json": "{}",
         "2_Dense/model.safetensors": "more weights", "2_Dense/pytorch_model.bin": "a pickle",
-        "onnx/model.onnx": "another form of the weights",
+        "onnx/model.onnx": "another form of the weights", "license.py": "code",
+        **dict.fromkeys(LICENSES, "the licence requires that it goes with the weights"),
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +242,7 @@ def test_folders_of_modules_are_copied_with_their_tensors(source: Path) -> None:
     folders.copy_description(source, target)
     assert names(target) == {
         "modules.json", "sentence_bert_config.json", "vocab.txt", "1_Pooling/config.json", "2_Dense/config.json",
-        "2_Dense/model.safetensors",
+        "2_Dense/model.safetensors", *LICENSES,
     }  # fmt: skip
     assert all((target / name).read_text() == (source / name).read_text() for name in names(target))
 
@@ -271,9 +273,9 @@ def test_a_module_without_settings_needs_no_folder_and_one_in_a_pickle_is_refuse
 
 
 LINKS = {  # a link in the folder -> where it leads
-    "notes.txt": "../secret/key", "tokenizer.json": "../secret/key", "config.json": "../secret/key",
-    "model.safetensors": "../secret/key", "chat.jinja": "../secret", "vocab.txt": "modules.json/../../secret/key",
-    "1_Pooling": "../secret", "2_Dense/notes": "../../secret/key", "2_Dense/more": "../../secret",
+    **dict.fromkeys(["LICENSE", "notes.txt", "tokenizer.json", "config.json", "model.safetensors"], "../secret/key"),
+    "chat.jinja": "../secret", "vocab.txt": "modules.json/../../secret/key", "1_Pooling": "../secret",
+    "2_Dense/notes": "../../secret/key", "2_Dense/more": "../../secret",
 }  # fmt: skip
 
 

@@ -216,11 +216,14 @@ def _flush_entry(path: Path) -> None:
 
 # ---- The files of a model folder that are neither its config.json nor its tensors, copied to another folder.
 #
-# These are the tokenizer and the generation settings. A sentence-transformers folder also has modules that follow the
-# model: modules.json names a folder for each (1_Pooling, 2_Dense, ...), which may hold tensors.
+# These are the tokenizer, the generation settings and the licence, which many models require to go with the weights. A
+# sentence-transformers folder also has modules that follow the model: modules.json names a folder for each (1_Pooling,
+# 2_Dense, ...), which may hold tensors.
 
 
-_DESCRIBES = (".json", ".txt", ".model", ".jinja", ".spm", ".tiktoken")
+_DESCRIBES = re.compile(
+    r"\.(json|txt|model|jinja|spm|tiktoken)$|(?i:licen[cs]e|notice|copying|use.policy|terms.of).*(?<!\.py)$"
+)
 _NOT_COPIED = ("config.json", "octavo.json", "hf_quant_config.json")  # a layout may have the last
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MODULES, CARD = "modules.json", "README.md"
@@ -233,7 +236,7 @@ def check_links(folder: Path) -> None:
     the cache of the Hugging Face hub is made of links to the blobs of its repository.
     """
     for path in sorted(folder.iterdir()):
-        if path.suffix in (*_DESCRIBES, SUFFIX):
+        if _DESCRIBES.search(path.name) or path.suffix == SUFFIX:
             _check_link(path, folder)
 
 
@@ -266,7 +269,7 @@ def copy_description(source: Path, target: Path) -> None:
     module there has its tensors in a pickle."""
     check_links(source)
     for path in sorted(source.iterdir()):
-        described = path.suffix in _DESCRIBES and not path.name.endswith(".index.json")
+        described = _DESCRIBES.search(path.name) and not path.name.endswith(".index.json")
         if path.is_file() and described and path.name not in _NOT_COPIED:
             shutil.copyfile(path, target / path.name)
     for name in _modules(source):
