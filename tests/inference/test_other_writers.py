@@ -17,6 +17,7 @@ from verify_examples import change_tensors, remarks
 
 import octavo
 from octavo.checkpoint.packed_folder import PackedTensors
+from octavo.checkpoint.scheme import BLOCK, BLOCK_POW2
 from octavo.inference.packed_linear import PackedLinear
 from octavo.packing import convert_layout, pack, unpack
 from octavo.verification import verify
@@ -73,7 +74,11 @@ def test_a_loaded_layer_computes_what_its_bytes_say(written, writer):
 @pytest.mark.parametrize("writer", WRITERS)
 def test_unpacking_and_converting_keep_every_weight(written, writer, tmp_path):
     folder, weights = written(writer)
-    assert convert_layout(folder, tmp_path / "again").lossless
+    blocks = any(scheme in (BLOCK, BLOCK_POW2) for scheme in PackedTensors(folder).packing.schemes.values())
+    if blocks:  # the last along K is smaller, which transformers opens in the layout fp8 alone
+        with pytest.raises(ValueError, match=r"down_proj: \[128, 192\] is no multiple .* convert to another scheme"):
+            convert_layout(folder, tmp_path / "again")
+    assert convert_layout(folder, tmp_path / "again", layout="modelopt" if blocks else "compressed-tensors").lossless
     assert "lm_head" in PackedTensors(tmp_path / "again").config["quantization_config"]["ignore"]
     for source, out in ((folder, tmp_path / "plain"), (tmp_path / "again", tmp_path / "plain again")):
         unpack(source, out)

@@ -83,6 +83,7 @@ def is_expert(name: str) -> bool:
 
 class CompressedTensors(Layout):
     name, needs, exact, experts = "compressed-tensors", "compressed-tensors", True, EXPERTS
+    smaller_blocks = False
 
     def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
         used = {scheme.name: scheme for scheme in schemes.values()}

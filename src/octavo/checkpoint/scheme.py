@@ -435,6 +435,7 @@ class Layout:
     exact: ClassVar[bool] = False  # an entry of that list is a whole name; else it may name a module above (`is_named`)
     written: ClassVar[bool] = True  # Octavo writes it; False: it is read alone
     holds_cache: ClassVar[bool] = True  # it has a place for the scales of a KV cache
+    smaller_blocks: ClassVar[bool] = True  # the last block along K may be smaller; False: transformers opens none such
     readers: ClassVar[str] = ""  # the programs that open it beside Octavo, if transformers does not
     needs: ClassVar[str] = ""  # the package without which transformers does not open it
     experts: ClassVar[str] = ""  # the entry of `ignore` for all experts of a mixture, if not the names of their modules

@@ -169,7 +169,8 @@ def _target(
         layout.check_experts({name: chosen[name] for name in stacked if name in chosen}, shapes)
     for name, new in chosen.items():
         same = new.weight == packed.packing.schemes[name].weight
-        if not same and (reason := new.misfit(*shapes[name])):
+        copied = same and (layout.smaller_blocks or not new.misfit(0, shapes[name][1]))
+        if not copied and (reason := new.misfit(*shapes[name])):
             raise ValueError(f"{name}: {reason}: convert to another scheme, such as channel")
         known = packed.packing.schemes[name].static if input_scales is None else name in input_scales
         if new.static and not known:
