@@ -195,6 +195,7 @@ def test_the_shape_of_an_image_is_the_configurations():
         assert image_shape(transformers.SiglipForImageClassification(settings)) == (3, 32, 32)
     with pytest.raises(ArtifactError, match="of a ResNetModel must state num_channels and image_size, got 3 and None"):
         image_shape(on_meta("ResNetModel"))
+    assert arguments_of(on_meta("HieraModel"), torch.zeros(2, 3, 8, 8))["noise"].shape == (2, 49)
 
 
 def test_a_decoder_behind_an_encoder_is_given_the_same_tokens():

@@ -112,6 +112,9 @@ IMAGE_MODELS = {
     "swin": ("SwinForImageClassification", WINDOWS),
     "swin v2": ("Swinv2ForImageClassification", WINDOWS),
     "dinov3": ("DINOv3ViTModel", {}),
+    "vit mae": ("ViTMAEForPreTraining", {}),
+    "siglip2 vision": ("Siglip2VisionModel", {"image_size": ..., "num_patches": 16}),
+    "videomae": ("VideoMAEForVideoClassification", {"num_frames": 4}),
 }
 TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")
 """Enough bytes for nine prompts of 64."""

@@ -9,7 +9,7 @@ from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
 from tiny_models import IDS, IMAGE_MODELS, MODELS, make_model, with_slow
 from torch import nn
-from transformers import FNetConfig, FNetModel
+from transformers import FNetConfig, FNetModel, SegformerConfig, SegformerForImageClassification
 from verify_examples import change_settings, change_tensors, complaints, run_verify
 
 import octavo
@@ -347,6 +347,15 @@ def test_a_model_that_cannot_run_is_named(tmp_path):
     (finding,) = map(str, report.findings)
     assert finding == "config.json: transformers cannot run the model (RuntimeError: Unsupported dtype BFloat16)"
     assert report.not_run
+
+
+def test_right_bytes_of_a_model_whose_inputs_are_not_stated(tmp_path):
+    SegformerForImageClassification(SegformerConfig(depths=[1] * 4)).save_pretrained(tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "out")
+    report = verify(tmp_path / "out", tmp_path / "model")
+    assert report.ok
+    assert report.verdict == "the bytes are right; no reader was tried"
+    assert report.remarks[0].startswith("no reader was tried: the config.json of a SegformerForImage")
 
 
 def test_a_router_with_a_forward_of_its_own(tmp_path):

@@ -5,6 +5,7 @@ Packing learns from it which tensors are weights of linear layers, and loading w
 
 import dis
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -84,30 +85,34 @@ def _spectrogram(model: Any) -> tuple[int, int] | None:
     return (bands, 2 * positions) if isinstance(bands, int) and isinstance(positions, int) else None
 
 
-def image_shape(model: Any) -> tuple[int, int, int]:
-    """The channels, the height and the width of the images that a model of transformers takes; an ArtifactError if its
-    configuration does not state them."""
+def image_shape(model: Any) -> tuple[int, ...]:
+    """The channels, the height and the width of the images that a model of transformers takes; of videos the frames
+    before these, and of Siglip2, which takes patches, their number and size. An ArtifactError if its configuration does
+    not state them."""
     config = getattr(model.config, "vision_config", model.config)
-    channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
+    keys = ("num_channels", "image_size", "num_frames", "num_patches")
+    channels, size, frames, patches = (getattr(config, key, None) for key in keys)
+    if size is None and isinstance(channels, int) and isinstance(patches, int):
+        return patches, channels * config.patch_size**2
     sides = [size, size] if isinstance(size, int) else size
     if not isinstance(channels, int) or not isinstance(sides, Sequence) or len(sides) != 2:
         raise ArtifactError(
             f"the config.json of a {type(model).__name__} must state num_channels and image_size, got {channels!r} and "
             f"{size!r}: add those of the images that the model is to see"
         )
-    return channels, int(sides[0]), int(sides[1])
+    return (*([frames] if isinstance(frames, int) else []), channels, int(sides[0]), int(sides[1]))
 
 
 def arguments_of(model: Any, inputs: Tensor) -> dict[str, Tensor]:
     """The arguments of a model of transformers for its main input. `inputs` are token ids int64 [B, T], or images [B,
-    channels, height, width] or spectrograms [B, bands, frames]. The last two get the dtype of the model.
+    ...] (`image_shape`) or spectrograms [B, bands, frames]. The last two get the dtype of the model.
 
     A decoder behind an encoder is given the same ids; behind an encoder of sounds, `DECODED` tokens that depend on
     nothing but the vocabulary.
     """
     if not inputs.is_floating_point():
         return {TOKENS: inputs} | ({DECODER_TOKENS: inputs} if has_decoder(model) else {})
-    given = {model.main_input_name: inputs.to(model.dtype)}
+    given = {model.main_input_name: inputs.to(model.dtype)} | _beside_images(model, inputs)
     embedding = token_embedding(model) if has_decoder(model) else None
     if embedding is None:
         return given
@@ -116,16 +121,29 @@ def arguments_of(model: Any, inputs: Tensor) -> dict[str, Tensor]:
     return given | {DECODER_TOKENS: ids.to(inputs.device)}
 
 
+def _beside_images(model: Any, images: Tensor) -> dict[str, Tensor]:
+    """What some models take beside images: the order in which ViT-MAE and Hiera mask patches, random and the same in
+    each call, and the rows and columns of Siglip2's patches."""
+    named, given = inspect.signature(model.forward).parameters, dict[str, Tensor]()
+    if "noise" in named:
+        masking: Any = next(module for module in model.modules() if hasattr(module, "random_masking"))
+        grid = getattr(masking, "mask_spatial_shape", None) or [masking.position_embeddings.shape[1] - 1]
+        given["noise"] = torch.rand(len(images), math.prod(grid), generator=torch.Generator().manual_seed(0))
+    if "spatial_shapes" in named:
+        rows = math.isqrt(images.shape[1])
+        given["spatial_shapes"] = torch.tensor([[rows, images.shape[1] // rows]] * len(images))
+        given["pixel_attention_mask"] = torch.ones(images.shape[:2], dtype=torch.int64)
+    return {name: tensor.to(images.device) for name, tensor in given.items()}
+
+
 def random_inputs(model: Any, context: int) -> Tensor:
-    """Two random inputs. Token ids int64 [2, T] have up to 32 tokens, and no more than `context`. Images [2, channels,
-    height, width] and spectrograms [2, bands, frames] are normally distributed."""
+    """Two random inputs. Token ids int64 [2, T] have up to 32 tokens, and no more than `context`. Images and
+    spectrograms (`arguments_of`) are normally distributed."""
     generator = torch.Generator().manual_seed(0)
-    embedding = token_embedding(model)
     spectrogram = _spectrogram(model) if main_input(model) == SOUNDS else None
-    if spectrogram is not None:
-        return torch.randn(2, *spectrogram, generator=generator)
-    if embedding is None:
-        return torch.randn(2, *image_shape(model), generator=generator)
+    embedding = token_embedding(model)
+    if spectrogram is not None or embedding is None:
+        return torch.randn(2, *(spectrogram or image_shape(model)), generator=generator)
     ids = torch.randint(embedding.num_embeddings, (2, min(32, context)), generator=generator)
     if has_decoder(model) and isinstance(end := model.config.eos_token_id, int):
         ids[:, -1] = end  # where classifiers such as BART's read their class

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import Statistics
-from octavo.checkpoint.files import model_tensors
+from octavo.checkpoint.files import ArtifactError, model_tensors
 from octavo.checkpoint.folder import RunFolder, has_tokenizer, refuse_run
 from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.comparison import LayerError
@@ -190,7 +190,11 @@ class Verification:
         if meta_model.takes_text and not has_tokenizer(self.files.folder):
             self.report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
         self.progress(0, 4, "opening with every reader")
-        given = self.batches[0][:4, :64] if self.batches else random_inputs(meta_model.model, meta_model.positions)
+        try:
+            given = self.batches[0][:4, :64] if self.batches else random_inputs(meta_model.model, meta_model.positions)
+        except ArtifactError as error:
+            self.report.remarks.append(f"no reader was tried: {error}")
+            return
 
         # Of each module of experts: tokens of the first run, and what each run gives for them.
         experts: dict[str, list[Tensor]] = {}
