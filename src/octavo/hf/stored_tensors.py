@@ -43,6 +43,12 @@ class ExpertFiles:
         self.parts: dict[str, list[str]] = {}
         matrices: set[str] = set()
         if any(parameter.ndim == 3 for parameter in model.parameters()):
+            from transformers.conversion_mapping import get_model_conversion_mapping
+
+            self._rules = get_model_conversion_mapping(model)
+            # transformers makes this list for each tensor that it renames, of a model without the attribute.
+            saved = get_model_conversion_mapping(model, add_legacy=False)
+            vars(model)["_weight_conversions"] = [r for r in saved if type(r).__name__ != "PrefixChange"] or None
             meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
             split = {name: self._revert(name, tensor) for name, tensor in meta.items()}
             self.parts = {name: list(each) for name, each in split.items()}
@@ -91,12 +97,10 @@ class ExpertFiles:
 
     def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
         """One stack, made of its parts, which `get` reads."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import rename_source_key
 
-        rules = get_model_conversion_mapping(self._model)
-        converters = [rule for rule in rules if hasattr(rule, "operations")]
-        renamings = [rule for rule in rules if not hasattr(rule, "operations")]
+        converters = [rule for rule in self._rules if hasattr(rule, "operations")]
+        renamings = [rule for rule in self._rules if not hasattr(rule, "operations")]
         converter: Any = None
         for part in self.parts[name]:
             renamed, pattern = rename_source_key(part, renamings, converters)
