@@ -140,7 +140,7 @@ def _token_budget(tokens: str, price: float | None, serve: bool) -> float | None
     return budget
 
 
-def _save(csv: Path | None, as_json: bool, found: list[dict[str, Any]]) -> None:
+def _save(csv: Path | None, as_json: bool, found: Any) -> None:
     """Print the figures as JSON if `as_json`, and write them to the file `csv` if there is one."""
     from octavo.train.config import flatten
 
@@ -330,8 +330,8 @@ def _show_states(parameters: float, as_json: bool) -> None:
         row = {"bytes of a parameter": name, "weight": f"{each.weight:g}", "gradient": f"{each.gradient:g}"}
         row |= {"moments": f"{each.moments:.4g}", "copies": f"{each.copies:g}"}
         rows.append(row | {"GPU GB": f"{gpu / 1e9:.1f}", "CPU GB": f"{cpu / 1e9:.1f}"})
+    _save(None, as_json, sizes)
     if as_json:
-        print(json.dumps(sizes))
         return
     print_rows(rows)
     say("Without activations. The copies are two of the weight in FP8 and a gradient in BF16: they come on top.")

@@ -309,15 +309,6 @@ def test_the_card_of_the_model_follows_with_its_front_matter(made, tmp_path):
         assert f"14 by `block`, in the layout {layout}" in card
 
 
-def test_a_card_that_is_a_link_out_of_the_folder_is_refused(made, tmp_path):
-    source = shutil.copytree(made("llama"), tmp_path / "source")
-    (tmp_path / "key").write_text("private")
-    (source / "README.md").symlink_to("../key")
-    with pytest.raises(ArtifactError, match="README.md must be a file of the folder itself"):
-        pack(source, tmp_path / "packed")
-    assert not (tmp_path / "packed").exists()
-
-
 def test_a_measured_quality_stands_in_it(made, tmp_path):
     text, out = str(write_text(tmp_path / "text.txt")), tmp_path / "packed"
     pack_within(made("llama"), out, [Budget("kl", 0.5)], [text], prompts=PromptOptions(2, 16))

@@ -64,19 +64,13 @@ CASES = [
 
 
 def plan(words: str) -> dict[str, Any]:
-    """The figures of a plan, and the lines that it prints, of one call."""
-    figures: list[Any] = []
+    """The figures of a plan, which --json prints, and the lines of text, of one call."""
+    figures: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("octavo_cli.plan._save", lambda csv, as_json, found: figures.append(json.dumps(found)))
-        printed = call(words)
-    return {"figures": json.loads(figures[0] if figures else call(f"{words} --json")), "printed": printed.splitlines()}
-
-
-def call(words: str) -> str:
-    """What `octavo plan` prints."""
-    result = CliRunner(env={"COLUMNS": "1000"}).invoke(COMMANDS, ["plan", *words.split()])
+        result = CliRunner(env={"COLUMNS": "1000"}).invoke(COMMANDS, ["plan", *words.split()])
     assert result.exit_code == 0, result.exception
-    return result.stdout
+    return {"figures": json.loads(figures[0]), "printed": result.stdout.splitlines()}
 
 
 def same(found: Any, required: Any) -> bool:

@@ -128,11 +128,7 @@ def published(
 
 
 # How many scales a weight [N, K] has: one, one for each channel, or one for each block of 128 x 128 or less at the end.
-GRIDS = {
-    "one": lambda n, k: (1,),
-    "channel": lambda n, k: (n, 1),
-    "square": lambda n, k: (-(-n // 128), -(-k // 128)),
-}
+GRIDS = {"one": lambda n, k: (1,), "channel": lambda n, k: (n, 1), "square": lambda n, k: (-(-n // 128), -(-k // 128))}
 INPUT = torch.tensor(0.03125)
 _BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}

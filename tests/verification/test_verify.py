@@ -186,14 +186,10 @@ def test_weights_are_compared_with_those_of_the_folded_model(made, tmp_path, no_
     fold(made("llama"), tmp_path / "folded", rotate=True)
     pack(tmp_path / "folded", tmp_path / "out")
     assert not verify(tmp_path / "out", tmp_path / "folded").remarks
-    change_tensors(tmp_path / "out", halve)
+    change_tensors(tmp_path / "out", lambda t: t[f"{DOWN}.weight_scale"][0].div_(2))
     (finding,) = verify(tmp_path / "out", tmp_path / "folded").findings
     assert finding.where == f"{DOWN}.weight"
     assert "are not compared with MODEL's" in verify(tmp_path / "out", made("llama")).remarks[0]
-
-
-def halve(tensors):
-    tensors[f"{DOWN}.weight_scale"][0] /= 2
 
 
 def test_bytes_that_another_program_rounds_in_another_way_are_counted(made, tmp_path, no_readers):
@@ -216,7 +212,7 @@ def test_bytes_that_another_program_rounds_in_another_way_are_counted(made, tmp_
         (remark,) = report.remarks
         assert "bytes are not MODEL's weight / scale rounded to nearest" in remark
         assert f"most in {DOWN}.weight" in remark
-        change_tensors(folder, halve)
+        change_tensors(folder, lambda t: t[f"{DOWN}.weight_scale"][0].div_(2))
         assert "1 of 128 scales are not" in str(verify(folder, made("llama")).findings)
 
 
@@ -260,13 +256,10 @@ def test_stored_scales_without_a_calibration_and_of_another(made, tmp_path, no_r
 def test_stored_scales_by_an_unknown_rule_are_a_remark(made, tmp_path, no_readers):
     folder = shutil.copytree(made("llama", scheme="static", kv_cache="fp8"), tmp_path / "foreign")
     (folder / "octavo.json").unlink()
-
-    def check():
-        return verify(folder, made("llama"), calibration=made("llama", "calibrated")).remarks
-
-    assert check() == []
+    how = {"against": made("llama"), "calibration": made("llama", "calibrated")}
+    assert verify(folder, **how).remarks == []
     change_tensors(folder, lambda t: t["model.layers.1.self_attn.k_scale"].mul_(10))
-    (remark,) = check()
+    (remark,) = verify(folder, **how).remarks
     assert remark.startswith("model.layers.1.self_attn.k_scale is ")
 
 
@@ -353,8 +346,7 @@ def test_right_bytes_of_a_model_whose_inputs_are_not_stated(tmp_path):
     SegformerForImageClassification(SegformerConfig(depths=[1] * 4)).save_pretrained(tmp_path / "model")
     pack(tmp_path / "model", tmp_path / "out")
     report = verify(tmp_path / "out", tmp_path / "model")
-    assert report.ok
-    assert report.verdict == "the bytes are right; no reader was tried"
+    assert (report.ok, report.verdict) == (True, "the bytes are right; no reader was tried")
     assert report.remarks[0].startswith("no reader was tried: the config.json of a SegformerForImage")
 
 

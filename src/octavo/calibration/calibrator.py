@@ -97,9 +97,7 @@ class Calibration:
         """
         name = self.layers.get(site, site)
         if name not in self.observed:
-            raise KeyError(
-                f"{site} is no site and no linear layer of this calibration, which has {list(self.observed)[:4]}"
-            )
+            raise KeyError(f"{site} is no site or linear layer of this calibration: it has {list(self.observed)[:4]}")
         found = [self.sites[name]]
         if not found[0].tokens:
             found = [s for other, s in self.sites.items() if s.tokens and _of_any(other) == _of_any(name)] or found

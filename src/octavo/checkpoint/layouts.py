@@ -523,9 +523,7 @@ def read_packing(config: Mapping[str, Any], linears: Sequence[str], where: Path,
     """
     found = config.get("quantization_config")
     if not isinstance(found, dict):
-        raise ArtifactError(
-            f"{where} has no quantization_config, so the model is not packed: pack it with octavo pack MODEL OUT"
-        )
+        raise ArtifactError(f"{where} has no quantization_config, so the model is not packed: run octavo pack MODEL")
     linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in HEADS]
     layout = layout_of(found)
     return Packing(layout, *layout.read(found, linears, where))

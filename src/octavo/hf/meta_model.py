@@ -419,9 +419,7 @@ def compute_buffers(model: Any, device: torch.device | str) -> None:
                 raise RuntimeError(f"{type(module).__name__} would be initialized again: compute its buffers first")
             model._init_weights(module)
         if left := [name for name in names if module._buffers[name].isnan().any()]:
-            raise ArtifactError(
-                f"transformers does not compute {left[0]} of {type(module).__name__}: this model cannot run here"
-            )
+            raise ArtifactError(f"transformers computes no {left[0]} of {type(module).__name__}: this model cannot run")
 
 
 def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:

@@ -79,9 +79,7 @@ class Source:
         return fill_model(self.meta_model, tensors).to(device)
 
     def _diverged(self, name: str) -> ArtifactError:
-        return ArtifactError(
-            f"{self.origin}: {name} holds inf or NaN: the model had diverged, take an earlier checkpoint"
-        )
+        return ArtifactError(f"{self.origin}: {name} holds inf or NaN: the model diverged, take an earlier checkpoint")
 
     def folded(self) -> dict[str, Any]:
         """The entry `folded` of octavo.json (`octavo pack --smooth`, `--rotate`): packed weights have it too."""
@@ -129,9 +127,7 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
         reader: ShardReader = AdaptedReader(open_model_files(base, read_config(base), meta_model), checkpoint)
     else:
         reader = open_tensors(checkpoint, config)
-    check_match(
-        reader.specs, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes"
-    )
+    check_match(reader.specs, model_tensors(meta_model.model), f"{checkpoint} is not of the model of the run")
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
     if isinstance(recipe, Mapping):
         recipe = similar_preset(Recipe.from_dict(recipe))

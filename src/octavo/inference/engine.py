@@ -175,9 +175,7 @@ class Engine:
     def check_length(self, prompt: int, new: int) -> None:
         """Raise a ValueError unless `new` tokens after a prompt of `prompt` tokens fit in the cache."""
         if prompt > self.limit:
-            raise ValueError(
-                f"the model sees {self.limit} tokens, and the prompt has {prompt} (padding included): shorten it"
-            )
+            raise ValueError(f"the model sees {self.limit} tokens, the prompt has {prompt} with padding: shorten it")
         if prompt + new - 1 > self.limit:
             raise ValueError(
                 f"the model sees {self.limit} tokens: after a prompt of {prompt} it can generate "

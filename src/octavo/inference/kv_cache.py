@@ -154,9 +154,7 @@ class LayerKVCache:
             given = (None, None) if scales is None else scales
             self.k_scale, self.v_scale = (_scale(s, int(shape[1]), device) for s in given)
         elif scales is not None:
-            raise ValueError(
-                f"keys and values in {dtype} have no scales: leave scales out, or use dtype='fp8' or 'int8'"
-            )
+            raise ValueError(f"keys and values in {dtype} have no scales: leave scales out, or use 'fp8' or 'int8'")
         self.warming = stored in LARGEST and scales is None
         # True if one scale of E4M3 serves all heads, as attention in FP8 needs.
         one = self.per == "tensor" if scales is None else all(s.numel() == 1 for s in scales)

@@ -182,9 +182,7 @@ def pack_within(
     if not budgets or not data:
         raise ValueError("a budget is measured on text: give --data, text files, folders, .jsonl or hf:DATASET")
     if options.experts:
-        raise ValueError(
-            "a budget chooses among linear layers, and measures no packed experts: leave --experts or --budget out"
-        )
+        raise ValueError("a budget chooses linear layers, and measures no experts: leave --experts or --budget out")
     place, opened = choose_device(device), open_source(source, step)
     check_budgets(budgets, language_model=predicts_tokens(opened.meta_model.model))
     chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)

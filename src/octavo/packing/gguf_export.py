@@ -118,9 +118,7 @@ class _Model:
     def name(self, tensor: str) -> str:
         found = self._names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise ValueError(
-                f"{tensor} has no name in the architecture {self.architecture} of GGUF: it cannot be written"
-            )
+            raise ValueError(f"{tensor} has no name in GGUF's architecture {self.architecture}: it cannot be written")
         return str(found)
 
     def _type(self, name: str, shape: tuple[int, ...], linears: set[str], weights: str) -> str:
@@ -128,9 +126,7 @@ class _Model:
             return "f32"
         linear = name.removesuffix(".weight") in linears and self.name(name) != "output.weight"
         if linear and weights == "q8_0" and shape[1] % _BLOCK:
-            raise ValueError(
-                f"{name}: {list(shape)} has no whole blocks of {_BLOCK} along K, which q8_0 needs: --scheme f16"
-            )
+            raise ValueError(f"{name}: {list(shape)} has no whole blocks of {_BLOCK}, which q8_0 needs: --scheme f16")
         return weights if linear else "f16"
 
     def data(self, progress: Progress) -> Iterator[Tensor]:

@@ -142,11 +142,9 @@ def static_scales(
     if others or options.kv_cache is not None:
         if calibration is None:
             source.meta_model.require_text()
-            what = (
-                "the scheme static stores scales of inputs" if others else "--kv-cache stores scales of keys and values"
-            )
+            why = "--scheme static stores scales of inputs" if others else "--kv-cache stores scales of keys and values"
             freeze = ", or find them with --freeze 64 --data TEXT" if others else ""
-            raise ValueError(f"{what}: give --calibration, made by octavo calibrate{freeze}")
+            raise ValueError(f"{why}: give --calibration, made by octavo calibrate{freeze}")
         inputs = {name: calibration.scale(name, chosen).reshape(1) for name in others} | inputs
         keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, chosen, source)
         record = {"rule": chosen, **calibration.record, "kv_cache": options.kv_cache}

@@ -122,7 +122,7 @@ class PackJob:
         self.packing = Packing(get_layout(options.layout), in_files, bool(keys_and_values))
         self.kv_scales = self.packing.to_files(keys_and_values)
         self.weights = WeightScales(source, layers, options)
-        self._updates: dict[str, list[Tensor]] = {}  # the sums of each layer with adapters, by kind
+        self._updates: dict[str, list[Tensor]] = {}  # |U|^2, |D|^2 and <D, U> of each layer, by kind
 
     @cached_property
     def not_linear(self) -> list[Leftover]:
@@ -150,7 +150,8 @@ class PackJob:
         before = None if adapted is None else self.weights.quantize(layer, adapted[0])
         scheme, q = self.layers.schemes[layer], self.weights.quantize(layer, w)
         if adapted is not None and before is not None:
-            sums = sums_of(adapted[1], q.dequantize() - before.dequantize())
+            u, d = adapted[1].double(), (q.dequantize() - before.dequantize()).double()
+            sums = torch.stack([(u * u).sum(), (d * d).sum(), (u * d).sum()])
             self._updates.setdefault(layer.rpartition(".")[2], []).append(sums)
         stored = {f"{layer}.weight": q.data, f"{layer}.{SCALE_NAME}": scheme.stored_scale(q)}
         if scheme.static:
@@ -226,12 +227,6 @@ class KeptUpdate(NamedTuple):
     layers: int
     norm: float
     cosine: float
-
-
-def sums_of(update: Tensor, rounded: Tensor) -> Tensor:
-    """|U|^2, |D|^2 and <D, U>, float64 [3], of the update of a layer [N, K] before and after the rounding."""
-    u, d = update.double(), rounded.double()
-    return torch.stack([(u * u).sum(), (d * d).sum(), (u * d).sum()])
 
 
 # ---- The scales of the weights of packed layers.

@@ -85,9 +85,7 @@ def verify(
     if budgets and not data:
         raise ValueError("a budget is measured on text: give --data")
     if against is None and (data or calibration is not None):
-        raise ValueError(
-            "--data and --calibration compare the folder with the model that it was packed from: give --against"
-        )
+        raise ValueError("--data and --calibration compare it with the model that it was packed from: give --against")
     report = Report(packed, None if against is None else Path(against))
     verification = Verification(read_files(packed), device, progress, report)
     if report.against is not None:
