@@ -103,8 +103,7 @@ def calls_of_training() -> Iterator[Call]:
     h, wide, slot = rows(14336), rows(2 * 14336), torch.zeros(M, 2, dtype=torch.int32)
     for kind, u in (("swiglu", wide), ("geglu", wide), ("gelu", h)):
         yield "activation", "activation_quantize", (u, kind, None, True, Cast())
-        one, other = (None, None, None), (slot.view(-1), slot, ones(M, 2))
-        for number, where, weight in (one, other):
+        for number, where, weight in ((None,) * 3, (slot.view(-1), slot, ones(M, 2))):
             factors = Factors(ones(14336), number, row, weight)
             given = h, u, kind, Cast(scale="pow2"), factors, Cast(), row, True, number, where
             yield "activation", "activation_backward", given

@@ -136,8 +136,7 @@ def test_sums_of_the_gradient_are_those_of_float64(shape, kind):
     dh, u = matrix((m, f), torch.bfloat16).cuda(), matrix((m, f * WIDTHS[kind]), torch.bfloat16).cuda()
     scale, ones = ops.activation_scales(u, kind, Cast()), torch.ones(1, u.shape[1], device="cuda")
     group, slot, row, weight = (t.cuda() for t in routing(m))
-    factors = ones.expand(2, -1), group, torch.ones_like(scale), weight
-    given = dh, u, kind, ROW, *factors, ROW, scale, True, slot, row
+    given = dh, u, kind, ROW, ones.expand(2, -1), group, torch.ones_like(scale), weight, ROW, scale, True, slot, row
     poison()
     dbias, dweight = torch.ops.octavo.activation_backward(*given)[3:]
     du, h = (t.double() for t in activation_gradient(dh, u, kind))

@@ -31,8 +31,7 @@ def test_a_hugging_face_folder(tmp_path, name):
         with small_shards(how.get("shard_bytes", SHARD_BYTES)):
             folder = pack(model, tmp_path / f"packed {i}", calibration=calibration, **options).folder
         assert (case, golden_models.digest_folder(folder)) == (case, GOLDEN[case][name])
-        if name == "llama":  # of others: test_families
-            assert (case, complaints(folder, model, calibration)) == (case, [])
+        assert name != "llama" or not complaints(folder, model, calibration), case  # of others: test_families
 
 
 @pytest.mark.parametrize("name", ["llama", "llama untied", "qwen2"])

@@ -8,7 +8,6 @@ import json
 import shutil
 import warnings
 from collections import Counter
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,16 +15,13 @@ from metrics import distance
 from packed_examples import LLAMA, lively, write_run
 from safetensors.torch import load_file, save_file
 from tiny_models import built, make_model, open_theirs, outputs, same_bytes, write_text
-from transformers import conversion_mapping
 from verify_examples import change_config, change_settings, change_tensors
 
 import octavo
 from octavo.checkpoint.files import ArtifactError, ShardReader
-from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import Budget
-from octavo.hf.meta_model import transformers_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.models import Llama, LlamaConfig
@@ -102,16 +98,6 @@ def test_each_stack_of_a_run_is_read_once_where_its_experts_are_compared(tmp_pat
     monkeypatch.setattr(ShardReader, "get", lambda reader, name: (read.update([name]), get(reader, name))[1])
     assert verify(tmp_path / "packed", run).ok
     assert {count for name, count in read.items() if name.endswith(("gate_up_proj", "experts.down_proj"))} == {1}
-
-
-def test_transformers_makes_its_mapping_of_names_twice_for_a_model_and_not_for_each_tensor(made, monkeypatch):
-    """Once as it loads, and once as it saves, which leaves out the names of older files."""
-    folder, build = made("qwen3moe"), Mock(wraps=conversion_mapping.get_model_conversion_mapping)
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", build)
-    model = transformers_meta_model(read_config(folder), folder)
-    parts = model.experts.split(model.model.state_dict())
-    assert all(model.experts.stack(name, parts.get).ndim == 3 for name in model.experts.stacks)
-    assert build.call_count == 2
 
 
 def same_stacks(folder):

@@ -126,7 +126,7 @@ QUICK = ("llama", "llama untied", "opt", "gpt2", "bert", "t5", "mixtral", "vit")
 
 def with_slow(rows: Iterable[str | tuple[str, ...]]) -> list:
     """Parameters that begin with the name of a model: those of models beside `QUICK` are marked as slow."""
-    each = [(row,) if isinstance(row, str) else row for row in rows]
+    each = ((row,) if isinstance(row, str) else row for row in rows)
     return [pytest.param(*row, marks=() if row[0] in QUICK else pytest.mark.slow) for row in each]
 
 
