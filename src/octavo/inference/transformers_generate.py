@@ -69,7 +69,7 @@ class Accelerated:
         except UnservedError as error:
             if not isinstance(error, UncoveredError):
                 if engine.asked:
-                    raise UnservedError(f"{error}: open it without kv_cache, for transformers' own loop") from None
+                    raise UnservedError(f"{error}: open the model without kv_cache, for transformers' loop") from None
                 engine.sessions.clear()  # the model does not take their caches
             reason = str(error)
         _say_once(self, reason)

@@ -180,14 +180,13 @@ class _Experts(torch.autograd.Function):
         x_data, u, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), ops.aligned_groups(offsets, len(slot), slot, row.shape[1])
-        folded, weight = s_out.squeeze(2), weight.float()
-        counted = nonzero(weight)
+        folded, weight = s_out.squeeze(2), weight.float().contiguous()
         routed = {"group": groups.expert, "slot": slot, "weight": weight}
         g = ops.gather_quantize(dout, recipe.dy, top_k=row.shape[1], column_scale=folded, mantissa_of=s_h, **routed)
         if call.outer_observer is not None:
             observe_group(
                 call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
-                slot=slot, factor=counted.view(-1, 1)[slot], column_scale=folded, s_x=s_h,
+                slot=slot, factor=nonzero(weight).view(-1, 1)[slot], column_scale=folded, s_x=s_h,
             )  # fmt: skip
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
@@ -196,10 +195,11 @@ class _Experts(torch.autograd.Function):
             dh, u, "swiglu", recipe.dy, biased=False, row=row, **routed,
             column_scale=s_in.squeeze(2), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h,
         )  # fmt: skip
-        observe_group(
-            call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
-            factor=(weight / counted).view(-1, 1)[slot], column_scale=s_in.squeeze(2), s_x=s_n,
-        )  # fmt: skip
+        if call.observer is not None:
+            observe_group(
+                call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
+                factor=(weight / nonzero(weight)).view(-1, 1)[slot], column_scale=s_in.squeeze(2), s_x=s_n,
+            )  # fmt: skip
         h_t = ops.transpose(h_q.data, place=groups.place)
         dw_out = weight_gradient(recipe, g, scales, h_t, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
         in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
