@@ -104,11 +104,12 @@ class Length:
 
     def unpadded(self, *new: Tensor) -> tuple[Tensor, ...]:
         """New keys or values [B, G, T, D], with zeros for the padding of a prompt: scales do not depend on it."""
-        at = torch.arange(new[0].shape[2], device=self.tensor.device)
+        tokens = new[0].shape[2]
         if self.first is not None:  # with padding on the left, none is on the right
-            real = (at + self.tensor - len(at) >= self.first[:, None])[:, None]  # [B, 1, T]
+            at = torch.arange(tokens, device=self.first.device) + self.tensor - tokens
+            real = (at >= self.first[:, None])[:, None]  # [B, 1, T]
         elif self.last is not None:
-            real = at <= self.last
+            real = torch.arange(tokens, device=self.last.device) <= self.last
         else:
             return new
         return tuple(torch.where(real[..., None], x, 0) for x in new)

@@ -208,6 +208,7 @@ def read_table(path: Path) -> Table:
 
 
 def write_table(path: Path, table: Table) -> None:
+    """Write `table` whole or not at all, and the folder of its file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, table.to_json())
 

@@ -150,7 +150,7 @@ def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -
 # ---- Giving a converted layer more precision while its model trains: BF16, or gradients in e5m2.
 #
 # A checkpoint from before the change fits the model after it. A module that fuses layers of one recipe runs them one by
-# one when their recipes differ. Compiled code of the block is compiled again at its next call.
+# one when their recipes differ. Compiled code of the block is compiled again at its next call. Experts move together.
 
 
 def promote(layer: Any, to: str) -> None:

@@ -99,8 +99,9 @@ def activation_backward_reference(
     if group is not None:
         column_scale = column_scale[group]
         products = F.pad((dh.float() * h).sum(1), (0, 1))  # the row -1 is zero
-        dweight = products[row] / nonzero(weight)
-        kept = (weight / nonzero(weight)).view(-1, 1)[slot]  # 1, but for weights below the least
+        counted = nonzero(weight)
+        dweight = products[row] / counted
+        kept = (weight / counted).view(-1, 1)[slot]  # 1, but for weights below the least
         row_scale, inv_h = row_scale * kept, inv_h * kept
     data, scale = quantize_reference(du, cast, column_scale, row_scale, None)
     h_data = cast_to(h * inv_h, h_cast.fmt)

@@ -353,14 +353,12 @@ _IN_BF16 = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the 
 def gemm_backends(recipe: Recipe, place: Place, *, grouped: bool = False) -> dict[str, Backend]:
     """The backends of y, dx and dw; "bf16" for a GEMM without casts, which runs in the autocast dtype. Of the `grouped`
     GEMMs of experts none for a recipe that they cannot run."""
-    return (
-        {}
-        if grouped and not runs_experts(recipe)
-        else {
-            name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place, grouped=grouped)
-            for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw))
-        }
-    )
+    if grouped and not runs_experts(recipe):
+        return {}
+    return {
+        name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place, grouped=grouped)
+        for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw))
+    }
 
 
 def runs_experts(recipe: Recipe) -> bool:

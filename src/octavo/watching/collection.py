@@ -10,6 +10,7 @@ multiple of the interval, has a full sample, which the files hold. The first ste
 has a brief one, for the rules (`octavo.watching.rules`). Only modules in training mode are recorded.
 
 A brief sample leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels.
+Where a step is to have both, the full one is taken, and the rules judge its numbers.
 """
 
 import warnings
