@@ -69,7 +69,11 @@ MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes aft
     "octavo": octavo.convert,
     "octavo" + LIGER: octavo.convert,
     "octavo + fuse_loss": partial(octavo.convert, fuse_loss=True),
+    "octavo + fuse_loss, recompute": partial(octavo.convert, fuse_loss=True, recompute=True),
     "octavo + fuse_loss, head rowwise": partial(octavo.convert, fuse_loss=True, head="rowwise"),
+    "octavo + fuse_loss, head rowwise, recompute": partial(
+        octavo.convert, fuse_loss=True, head="rowwise", recompute=True
+    ),
 }
 CELLS = {"1b, compile": ("1b", True), "1b, eager": ("1b", False), "8b, compile": ("8b", True)}
 TRAIN = "1b, octavo train"

@@ -21,6 +21,7 @@ import octavo
 from octavo.distributed import ColumnParallel, NormParallel, RowParallel, fp8_all_gather, tensor_parallel
 from octavo.distributed.ranks import Ranks, Shards, quantize_shards
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.nn import SwiGLU
 from octavo.nn.parallel_weights import ParallelLinear
 from octavo.ops import quantize
 from octavo.recipe import GEMMS, rowwise
@@ -162,7 +163,22 @@ def tensor_scales(rank):
         assert distance(two(x), one(x)) < CLOSE
 
 
-@pytest.mark.parametrize("check", [orders, parts, refusals, restored, rotations, tensor_scales])
+def recomputed(rank):
+    """Ranks that compute gate and up again in the backward pass have the same bits."""
+    mlp, x = SwiGLU(96, 128), torch.randn(2, 8, 96, generator=torch.Generator().manual_seed(rank))
+    octavo.convert(mlp)
+    styles = {"gate_proj": ColumnParallel(), "up_proj": ColumnParallel(), "down_proj": RowParallel()}
+    parallelize_module(mlp, examples.mesh_of(2), styles)
+    found = []
+    for mlp.recompute in (False, True):
+        mlp.zero_grad()
+        given = x.clone().requires_grad_()
+        mlp(given).square().sum().backward()
+        found.append([given.grad, *(examples.whole(p.grad) for p in mlp.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("check", [orders, parts, recomputed, refusals, restored, rotations, tensor_scales])
 def test_layers_of_two_ranks(check):
     run_ranks(2, check)
 

@@ -5,7 +5,19 @@ from functools import partial
 import pytest
 import torch
 from adapter_oracle import wrap
-from fused_oracle import BFLOAT16_DB, FLOAT32_DB, check, exact, gelu, is_fused, linears, run, swiglu, tokens
+from fused_oracle import (
+    BFLOAT16_DB,
+    FLOAT32_DB,
+    check,
+    check_equal,
+    exact,
+    gelu,
+    is_fused,
+    linears,
+    run,
+    swiglu,
+    tokens,
+)
 from linear_examples import converted_model
 from operation_counts import operations, saved_tensors
 from torch import Tensor, nn
@@ -40,6 +52,15 @@ def test_adapters_in_float32_around_layers_in_bf16_compute_in_bf16(build) -> Non
     actual = run(block, block, x, residual)
     assert {t.dtype for name, t in actual.items() if name.endswith((".a", ".b"))} == {torch.float32}
     check(exact(block, x, residual, torch.bfloat16), actual, BFLOAT16_DB - 10)  # bytes of h fall either way
+
+
+def test_the_input_of_the_activation_is_computed_again_with_its_adapters() -> None:
+    block = adapted(swiglu, "rms")
+    x, residual = inputs("rms")
+    expected = run(block, block, x, residual)
+    block.zero_grad()
+    block.mlp.recompute = True
+    check_equal(expected, run(block, block, x, residual))
 
 
 def test_there_is_no_gradient_of_a_weight_and_none_below_the_first_adapter() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from grouped_examples import SIZES, offsets_of, results, rows_of
 from metrics import sqnr
+from operation_counts import saved_tensors
 from tiny_models import built
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -78,6 +79,17 @@ def test_plain_experts_are_exact_in_float32():
     module, values = experts(dtype=torch.float32), given(torch.float32)
     for one, exact in zip(results(module, *values), oracle(module, *values), strict=True):
         assert sqnr(exact, one) > 100
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gate_and_up_are_computed_again_to_the_same_bits(compiled):
+    module, values = experts(rowwise()), given()
+    expected, module.recompute = results(module, *values), True
+    if compiled:
+        module.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    assert all(map(torch.equal, results(module, *values), expected))
+    saved = saved_tensors(lambda: module(*values[:3]))
+    assert max(len(t) for t in saved if t.ndim == 2 and t.shape[1] > TOP_K) == TOKENS  # no row of an expert
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def test_accuracy_and_the_same_bits_again(shape, recipe):
     assert all(sqnr(a, b) > 22 for a, b in zip(exact, found, strict=True))
     assert not found[3][3].any()
     assert not found[4][3].any()
-    for _ in range(2):
+    for module.recompute in (False, recipe.fusable is not None):
         assert all(torch.equal(a, b) for a, b in zip(found, results(module, *values), strict=True))
 
 

@@ -172,6 +172,24 @@ def test_saved_for_backward_are_the_stream_and_the_output_of_the_inner_layers() 
     assert sorted((tuple(t.shape), t.element_size()) for t in large) == [((33, 64), 4), ((33, 192), 4)]
 
 
+@pytest.mark.parametrize("build", [oracle.swiglu, oracle.gelu, oracle.geglu])
+@pytest.mark.parametrize("kind", ["rms", "layer", "none"])
+def test_the_input_of_the_activation_is_computed_again_to_the_same_bits(build, kind: str) -> None:
+    block, x = converted_model(build(kind, bias=True)), oracle.tokens(33)
+    residual = None if kind == "none" else oracle.tokens(33)
+    expected = oracle.run(block, block, x, residual)
+    block.zero_grad()
+    assert "gate and up recomputed" in octavo.convert(block, recompute=True).fused["mlp"]
+    oracle.check_equal(expected, oracle.run(block, block, x, residual))
+    saved, parameters = saved_tensors(lambda: block(x, residual)), {p.data_ptr() for p in block.parameters()}
+    large = [t for t in saved if t.data_ptr() not in parameters and t.shape[-1] != 1 and t.ndim > 1]
+    assert sorted(tuple(t.shape) for t in large) == [(33, 64)] * (1 if kind == "none" else 2)
+    octavo.convert(block)
+    assert any(
+        t.shape == (33, 192 if build is not oracle.gelu else 96) for t in saved_tensors(lambda: block(x, residual))
+    )
+
+
 @oracle.BUILDERS
 def test_a_layer_that_is_replaced_in_its_model_is_replaced_here(build) -> None:
     """As `octavo.inference` puts packed layers, and adapters wrap theirs, in place of linear ones."""

@@ -49,8 +49,13 @@ def test_outputs_and_gradients_are_the_formulas_of_their_bytes(build, kind: str,
     octavo.convert(block)
     expected = oracle.exact(block, x, residual, torch.bfloat16)
     block.cuda()
-    actual = oracle.run(block, block, x.cuda(), None if residual is None else residual.cuda())
+    x, residual = x.cuda(), None if residual is None else residual.cuda()
+    actual = oracle.run(block, block, x, residual)
     assert {t.device.type for t in actual.values()} == {"cuda"}
+    if build is not oracle.linears:
+        block.zero_grad()
+        block.mlp.recompute = True
+        oracle.check_equal(actual, oracle.run(block, block, x, residual))
     oracle.check(expected, actual, LEAST if build is oracle.linears else MLP_LEAST)
 
 

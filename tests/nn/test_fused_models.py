@@ -202,9 +202,18 @@ def test_fp8_layers_and_a_head_in_fp8():
         assert float((tensor - exact[name]).norm()) < 0.1 * float(exact[name].norm()), name
 
 
-@pytest.mark.parametrize(("options", "words"), [({"head": "rowwise"}, "with fuse_loss=True 'rowwise'"),
-                                                ({"head": "fp8", "fuse_loss": True}, "got 'fp8'")])  # fmt: skip
-def test_a_head_in_fp8_belongs_to_a_fused_loss(options, words):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"head": "rowwise"}, "with fuse_loss=True 'rowwise'"),
+        ({"head": "fp8", "fuse_loss": True}, "got 'fp8'"),
+        (
+            {"recipe": "tensorwise", "recompute": True},
+            "run fused, .* got tensorwise and LlamaForCausalLM: leave it out",
+        ),
+    ],
+)
+def test_options_that_belong_to_others(options, words):
     with pytest.raises(ValueError, match=words):
         octavo.convert(make("llama"), **options)
 

@@ -130,6 +130,11 @@ def test_a_block_of_experts_saves_what_is_planned(recipe):
     assert planned("mixture", recipe, "none") == pytest.approx(block, rel=0.05)
 
 
+def test_experts_compute_gate_and_up_again():
+    saved, freed = ([of("mixture", "rowwise", mode) for mode in ("none", "selective")] for of in (held, planned))
+    assert saved[0] - saved[1] == freed[0] - freed[1] > 0
+
+
 def test_a_block_on_images_saves_queries_keys_and_values_once():
     """As views of one tensor: the output of one layer, as in timm's blocks."""
 

@@ -105,7 +105,7 @@ def test_selective_checkpointing_is_watched(name, recipe):
             watch.step()
             samples.append(watch.latest())
     none, selective = samples
-    assert (selective.operands["flags"] & RECOMPUTED).any()
+    assert (selective.operands["flags"] & RECOMPUTED).any() == (recipe == "bf16")  # fused MLPs record nothing twice
     assert not (none.operands["flags"] & RECOMPUTED).any()
     for name in set(none.operands.dtype.names) - {"flags"}:
         assert none.operands[name].tobytes() == selective.operands[name].tobytes(), name

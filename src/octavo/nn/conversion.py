@@ -25,7 +25,16 @@ from octavo.nn.attention_layers import (
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossEmbedding, LossHead, LossModel, find_loss, join_loss
-from octavo.nn.fused_modules import SILU, DecoderLayer, FusedModule, NormLinear, SwiGLU, fuse_blocks, mark_saved_inputs
+from octavo.nn.fused_modules import (
+    SILU,
+    DecoderLayer,
+    FusedMLP,
+    FusedModule,
+    NormLinear,
+    SwiGLU,
+    fuse_blocks,
+    mark_saved_inputs,
+)
 from octavo.nn.linear import CONVOLUTIONS, OURS, Conv1D, RecipeLayer, convert_layer, is_gemm, reads_image, restore_layer
 from octavo.nn.module_tools import (
     check_initialized,
@@ -63,6 +72,7 @@ def convert(
     fuse_loss: bool = False,
     head: HeadRecipe = "bf16",
     attention: Literal["bf16", "fp8"] = "bf16",
+    recompute: bool = False,
 ) -> Conversion:
     """Change the linear layers of `model` in place into layers that compute by `recipe`.
 
@@ -108,6 +118,9 @@ def convert(
             vocabulary is large, at a cost in loss that docs/loss.md has.
         attention: "fp8" computes causal attention in E4M3 too (`octavo.nn.use_fp8_attention`). "bf16" leaves it as it
             is. `octavo.restore` puts it back into BF16.
+        recompute: of MLPs and experts that run fused: the backward pass computes the outputs of gate and up again, from
+            the same bytes, so they are not saved. That is most of the memory of a block's activations, for one GEMM
+            more. Every bit of the gradients stays.
 
     Returns:
         The report: which layers were converted, which were skipped and why, the backend of each GEMM, and the
@@ -119,7 +132,8 @@ def convert(
         ValueError: an unknown recipe, a lazy parameter without a shape, a glob of `skip` that matches nothing, no
             linear layer left to convert, a GPU without the GEMMs of the recipe, or a `batch` with which the model
             cannot be traced; with `fuse_loss`, a model whose logits are not the outputs of a linear layer without
-            bias, scaled or capped; with `attention="fp8"`, what `use_fp8_attention` refuses.
+            bias, scaled or capped; with `attention="fp8"`, what `use_fp8_attention` refuses; with `recompute`, a recipe
+            or a model without MLPs and experts that run fused.
         RuntimeError: the forward pass fails with `batch`.
 
     Example:
@@ -157,6 +171,11 @@ def convert(
     forward = None if batch is None else trace_forward(model, batch)
     if recipe.fusable:
         fuse_blocks(model)
+    if recompute and not (recipe.fusable and (experts or any(isinstance(m, FusedMLP) for m in model.modules()))):
+        raise ValueError(
+            f"recompute=True takes a recipe and a model whose MLPs or experts run fused, as Llama by 'rowwise'; got "
+            f"{recipe.name} and {type(model).__name__}: leave it out, or take torch.utils.checkpoint"
+        )
     of_linears = _rows(linears) if forward is None else skip_uncalled(model, _rows(linears), forward)
     rows, speedup_source = follow_attention((*of_linears, *_rows(products)), products), ""
     if only_if_faster:
@@ -173,6 +192,7 @@ def convert(
     else:
         mark_saved_inputs(model)
     leave_fast_paths(model)
+    recompute_hidden(model, recompute)
     if loss is not None:
         join_loss(*loss, head)
     coverage = find_coverage(model, chosen if recipe.quantized else (), forward)
@@ -180,6 +200,16 @@ def convert(
     sides = [size for row in stacks if not row.reason for size in row.shape[1:]]
     slow = reason_if_slower(sides, recipe, device) if sides and device.type == "cuda" else ""
     return Conversion(recipe, rows, backends, coverage, speedup_source, fused, stacks, grouped, slow)
+
+
+def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
+    """Let the MLPs and experts of a converted model that run fused save the outputs of gate and up, or compute them
+    again in the backward pass. False if none runs fused."""
+    modules: list[Any] = [m for m in model.modules() if isinstance(m, FusedMLP) and m.cached_weights() is not None]
+    modules += (m for m in converted_experts(model).values() if isinstance(m, Experts) and m.recipe.fusable)
+    for module in modules:
+        module.recompute = recompute
+    return bool(modules)
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
@@ -215,7 +245,7 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
             fused[name] = f"attention in FP8, of {scales.shortest:,} tokens and more"
         elif isinstance(module, FusedModule) and module.cached_weights() is not None:
             of_norm = f"{type(module.norm).__name__} + {module.extra_repr()}" if isinstance(module, NormLinear) else ""
-            fused[name] = of_norm or f"{module.activation} MLP"
+            fused[name] = of_norm or f"{module.activation} MLP{', gate and up recomputed' if module.recompute else ''}"
     return fused
 
 

@@ -46,6 +46,7 @@ class Experts(nn.Module):
     recipe: Recipe | None = None  # set by `octavo.convert`
     name: str = ""
     observers: dict[str, ExpertObserver] | None = None  # of its stacks, set by `octavo.watch`
+    recompute: bool = False  # the inputs of SwiGLU, in the backward pass; set by `octavo.convert`
     # Computes the layer where each rank has some of the experts (`octavo.distributed.expert_parallel`).
     parallel: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
     matrices: ClassVar[tuple[str, str]] = ("gate_up_proj", "down_proj")
@@ -87,6 +88,7 @@ class Experts(nn.Module):
             return plain_experts(x.to(dtype), weight, rows, wide(w_in), wide(w_out))
         inner, outer = (expert_observer(self, leaf) for leaf in self.matrices)
         call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
+        call.recompute = self.recompute
         if self.recipe.fusable is None:
             return plain_experts(x.to(dtype), weight, rows, w_in, w_out, call)
         arguments = call, self.recipe.fusable, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
@@ -145,8 +147,9 @@ def _by_slot(y: Tensor, row: Tensor) -> Tensor:
 #                 dn = du_q @ w_in_q[e];  dx[t] = sum over s of dn[row of slot s]
 #
 # Each grouped GEMM has the backward pass of `GroupedLinear`, below. Saved are u in high precision and the bytes of x;
-# those of h and w are computed again. y is not saved: dweight = sum(dout * y) = sum(dout * (h @ w_out^T)), and dh is
-# weight * dout @ w_out. A token's rows have one scale and the same bytes, quantized once.
+# those of h and w are computed again, and with `LinearCall.recompute` u too. y is not saved: dweight = sum(dout * y)
+# = sum(dout * (h @ w_out^T)), and dh is weight * dout @ w_out. A token's rows have one scale and the same bytes,
+# quantized once.
 
 
 class _Experts(torch.autograd.Function):
@@ -168,8 +171,10 @@ class _Experts(torch.autograd.Function):
         observe_group(call.outer_observer, "x", "swiglu", [u], h_q, recipe.x, offsets)
         observe_matrices(call.outer_observer, w_out, out_q, recipe.w, offsets)
         ctx.call, ctx.recipe, ctx.x_dtype, ctx.weight_dtype = call, recipe, x.dtype, weight.dtype
-        scales = (n_q.scale, h_q.scale, in_q.scale, out_q.scale)
-        ctx.save_for_backward(x_q.data, u, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
+        scales = (x_q.scale, n_q.scale, h_q.scale, in_q.scale, out_q.scale)
+        ctx.save_for_backward(
+            x_q.data, None if call.recompute else u, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets
+        )
         return ops.combine(y, row, weight.float())
 
     @staticmethod
@@ -177,7 +182,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         recipe: FusableRecipe = ctx.recipe
-        x_data, u, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
+        x_data, u, s_x, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), ops.aligned_groups(offsets, len(slot), slot, row.shape[1])
         folded, weight = s_out.squeeze(2), weight.float().contiguous()
@@ -188,6 +193,15 @@ class _Experts(torch.autograd.Function):
                 call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
                 slot=slot, factor=nonzero(weight).view(-1, 1)[slot], column_scale=folded, s_x=s_h,
             )  # fmt: skip
+        in_t = None
+        if call.recompute:
+            in_t = weights_transposed(w_in, in_data, s_in, recipe.w, g.data)
+            x_q = QTensor(x_data, s_x, recipe.x.fmt, recipe.x.granularity)
+            token = slot // row.shape[1]
+            if torch.compiler.is_compiling():  # an index that follows from dout: otherwise n_q would be saved
+                token = token + (g.data.view(torch.uint8)[:, 0] & 0)
+            n_q = rows_of(x_q, token)  # [M,K]
+            u = multiply(call, recipe.y, n_q, transposed_again(in_t, s_in), offsets)
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
@@ -202,7 +216,8 @@ class _Experts(torch.autograd.Function):
             )  # fmt: skip
         h_t = ops.transpose(h_q.data, place=groups.place)
         dw_out = weight_gradient(recipe, g, scales, h_t, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
-        in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
+        if in_t is None:
+            in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
         scales = ops.fold_scales(s_n, du.scale, s_in, offsets)
         dn = multiply(call, recipe.dx, rescaled(du, scales.dx), in_t, offsets)  # [M,2F] @ [K,2F]^T
         n_t = ops.transpose(x_data, place=groups.token)
@@ -370,6 +385,13 @@ def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast
         data = ops.transpose(w_data.view(e * n, k), None, after)
     scale = ones(data, e * k).view(e, k, 1) if cast.by_row else s_w.transpose(1, 2)
     return QTensor(data.view(k, e, n).transpose(0, 1), scale, cast.fmt, cast.granularity)
+
+
+def transposed_again(w_t: QTensor, s_w: Tensor) -> QTensor:
+    """The bytes [E, N, K] of what `weights_transposed` gave, with the scales `s_w` of the weights."""
+    e, k, n = w_t.shape
+    data = ops.transpose(w_t.data.transpose(0, 1).reshape(k, e * n))
+    return QTensor(data.view(e, n, k), s_w, w_t.format, w_t.granularity)
 
 
 def weight_gradient(

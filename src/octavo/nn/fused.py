@@ -11,8 +11,9 @@ inside the MLP:
                   dx = norm'(dn) + the gradient of the residual stream
 
 x + residual is computed in the norm's pass, and its gradient is added in the norm's backward pass. Saved for backward
-are x + residual and u; the bytes of n, h and w are computed again. Where no weight is trained there is no dw, and
-low-rank adapters may be added to the GEMMs.
+are x + residual and u; the bytes of n, h and w are computed again. With `LinearCall.recompute` the bytes of n are saved
+in place of u, which the same GEMM computes again. Where no weight is trained there is no dw, and low-rank adapters may
+be added to the GEMMs.
 
 Where several ranks each have a part of a layer, an `Exchange` sends operands and sums results between them.
 """
@@ -426,7 +427,7 @@ def run_fused(
     tensors, layers = (x, residual, gamma, beta, *pairs[0], *pairs[1]), (*after, *inner.arguments())
     if call.is_operation and exchanges[0] is ALONE:
         norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
-        result = _fused(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype)
+        result = _fused(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype, call.recompute)
     else:
         result = _Fused.apply(call, exchanges, spec, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
     y, *rest = result
@@ -435,14 +436,14 @@ def run_fused(
 
 @composite(
     "fused(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor? a_in, Tensor? b_in, Tensor? a_out, "
-    "Tensor? b_out, Tensor?[] layers, float? eps, bool center, str activation, str recipe, ScalarType dtype) "
-    "-> Tensor[]"
+    "Tensor? b_out, Tensor?[] layers, float? eps, bool center, str activation, str recipe, ScalarType dtype, "
+    "bool recompute) -> Tensor[]"
 )
 def _fused(*arguments: Any) -> Any:
-    *tensors, layers, eps, center, activation, recipe, dtype = arguments
+    *tensors, layers, eps, center, activation, recipe, dtype, recompute = arguments
     fusable, norm = read_recipe(recipe).fusable, None if eps is None else NormSpec(eps, center)
     assert fusable is not None  # the layers were fused by it
-    call = LinearCall(fusable, dtype)
+    call = LinearCall(fusable, dtype, recompute=recompute)
     return _Fused.apply(call, (ALONE, ALONE), norm, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
 
 
@@ -467,14 +468,15 @@ class _Fused(torch.autograd.Function):
             s_h, y = outer_exchange.y(outer_exchange.send_x(h_q), w_out, outer.bias(), call)  # [T,F] @ [K,F]^T
             add(y, read_out := read_bytes(h_q, a_out), b_out)  # [T,R] @ [K,R]^T
             observe_xw(call.outer_observer, activation, [u], h_q, outer.weights, w_out, recipe)
-            kept = u, s_h, w_out.scale, layers[0], a_out, b_out, read_out, outer.weights[0]
+            kept = None if call.recompute else u, s_h, w_out.scale, layers[0], a_out, b_out, read_out, outer.weights[0]
         ctx.call, ctx.exchanges, ctx.input, ctx.activation = call, exchanges, given.info, activation
         ctx.inner_bias, ctx.outer_bias = inner.bias_dtypes, outer.bias_dtypes
         ctx.trained = any(ctx.needs_input_grad[12:])
-        n_data = n_q.data if ctx.trained and (norm is None or inner_exchange.resends_x) else None
+        saves_n = call.recompute or (ctx.trained and (norm is None or inner_exchange.resends_x))
+        again = (n_q.scale, inner.bias()) if call.recompute else (None, None)
         x = given.total if norm is None and a_in is not None else None
-        kept_in = n_data, s_n, w_in.scale, layers[4], a_in, b_in, read_in, x
-        ctx.save_for_backward(*kept_in, *kept, *given.saved, *inner.weights)
+        kept_in = n_q.data if saves_n else None, s_n, w_in.scale, layers[4], a_in, b_in, read_in, x
+        ctx.save_for_backward(*again, *kept_in, *kept, *given.saved, *inner.weights)
         return given.outputs(y, ctx.needs_input_grad[4])
 
     @staticmethod
@@ -483,10 +485,18 @@ class _Fused(torch.autograd.Function):
         call: FusedCall = ctx.call
         exchange: Exchange = ctx.exchanges[0]
         recipe = call.recipe
-        n_data, s_n, s_in, w_data, a, b, read, x, *rest = ctx.saved_tensors
+        s_own, bias, n_data, s_n, s_in, w_data, a, b, read, x, *rest = ctx.saved_tensors
         kept, saved, weights = rest[:8], rest[8:13], rest[13:]
         inner: Sequence[Tensor | None] = [None] * (2 + 2 * len(weights))
         dy, sizes = rows(dy.contiguous()), [w.shape[0] for w in weights]
+        w_t = None
+        if call.recompute:
+            w_t = weight_transposed(weights, w_data, s_in, recipe.w, dy)
+            n_q = QTensor(n_data, s_own, recipe.x.fmt, recipe.x.granularity)
+            # Transposed again, these bytes follow from dy. By those of the forward pass compiled code would save u.
+            w_in = QTensor(ops.transpose(w_t.data), s_in, recipe.w.fmt, recipe.w.granularity)
+            _, kept[0] = exchange.y(exchange.send_x(n_q), w_in, bias, call)  # u
+            add(kept[0], read, b)
         if ctx.activation:
             g, db, pair_out, outer = _activation_backward(ctx, dy, kept, s_n, s_in, sizes)
             sent, dread = g, None
@@ -500,7 +510,8 @@ class _Fused(torch.autograd.Function):
             sent = exchange.send_g(g)
             db = bias_gradient(dy, ctx.inner_bias) if ctx.trained else dy.new_empty(0)
             observe_dy(call.observer, [dy], sizes, g, recipe.dy, s_w=s_in, s_x=own_s_n)
-        w_t = weight_transposed(weights, w_data, s_in, recipe.w, g.data)
+        if w_t is None:
+            w_t = weight_transposed(weights, w_data, s_in, recipe.w, g.data)
         sent_n = exchange.send_bytes(n_data, g)
         g, scales, dn = exchange.dx(sent, w_t, s_n, s_in, call)  # [T,N] @ [K,N]^T
         if ctx.activation:

@@ -241,6 +241,7 @@ class FusedMLP(FusedModule):
 
     activation: ClassVar[str]  # as `octavo.ops.activation_quantize` calls it
     outer_name: tuple[str, ...]
+    recompute: bool = False  # the input of the activation, in the backward pass; set by `octavo.convert`
 
     def __init__(self, owner: nn.Module, inner: str, outer: str) -> None:
         super().__init__(owner, inner)
@@ -283,6 +284,7 @@ class FusedMLP(FusedModule):
         *inner, outer = layers.linears
         exchanges: Any = exchange, parallel_of([outer]) or ALONE
         call = fused_call(layers, x, exchange, observer_of(self), observer_of(outer))
+        call.recompute = self.recompute
         inner_stack = exchange.stack(inner, call.recipe.w, self.weight_cache)
         outer_stack = exchanges[1].stack([outer], call.recipe.w, outer.weight_cache)
         norm_here = None if known_norm is None else exchange.read_norm(known_norm)

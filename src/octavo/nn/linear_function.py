@@ -131,6 +131,7 @@ class LinearCall(Generic[R]):
     input_is_saved: bool = False  # by another operation for its backward pass: to save x here too takes no memory
     parallel: Any = None  # a `ParallelLayer`, where ranks share the layer and a scale is that of a whole tensor
     has_backward: bool = True  # False: a forward pass under `no_grad` quantizes nothing for a backward pass
+    recompute: bool = False  # of an MLP: its backward pass computes the input of the activation again
 
     @property
     def is_operation(self) -> bool:

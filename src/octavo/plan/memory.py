@@ -84,14 +84,17 @@ def _with_gradients(setup: Setup, block: Block, *, start: bool) -> int:
 
 def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     """Bytes that one block saves on one GPU; `mode` of activation checkpointing is by default that of the settings."""
-    mode = mode or setup.config.activation_checkpointing.mode
-    if mode != "none":
+    mode, again = mode or setup.config.activation_checkpointing.mode, 0.0
+    if mode == "selective" and recomputes_hidden(setup, block):
+        again = 2.0 * block.activated - (0 if block.has_experts else setup.model.width)  # the bytes of n are saved
+    elif mode != "none":
         return checkpointed_bytes(setup, block, mode) * setup.tokens / setup.degrees.tp
     # Weights whose BF16 copies are saved: of experts in BF16, and in compiled code of all layers in BF16.
     copied = 0 if setup.fp8_experts else sum(e.weights for e in block.layers if e.copies > 1)
     copied = block.weights if setup.config.compile.blocks and not setup.recipe.quantized else copied
     casts = BF16 * copied if setup.residual == 4 and not setup.states.resident else 0.0
-    return (block_bytes(setup, block) * setup.tokens + casts + _filled_bytes(setup, block)) / setup.degrees.tp
+    saved = (block_bytes(setup, block) - again) * setup.tokens
+    return (saved + casts + _filled_bytes(setup, block)) / setup.degrees.tp
 
 
 def _filled_bytes(setup: Setup, block: Block) -> float:
@@ -106,7 +109,8 @@ def _again_bytes(setup: Setup, block: Block) -> float:
     """The tensors of one block that activation checkpointing computes again, beside those that the block has saved."""
     if setup.config.activation_checkpointing.mode == "none":
         return 0.0
-    return saved_bytes(setup, block, "none") - saved_bytes(setup, block) + saved_bytes(setup, block, "full")
+    again = saved_bytes(setup, block, "none") - saved_bytes(setup, block)
+    return again if recomputes_hidden(setup, block) else again + saved_bytes(setup, block, "full")
 
 
 def passing_bytes(setup: Setup, block: Block) -> float:
@@ -185,6 +189,12 @@ def block_bytes(setup: Setup, block: Block) -> float:
 def is_fused(model: Architecture, recipe: Recipe) -> bool:
     """True if the model's norms and activations quantize in the pass that computes them."""
     return model.fused and recipe.fusable is not None
+
+
+def recomputes_hidden(setup: Setup, block: Block) -> bool:
+    """True if selective checkpointing computes the inputs of the activation again: the MLP or the experts are fused."""
+    fused = setup.fused_experts if block.has_experts else is_fused(setup.model, setup.recipe)
+    return fused and setup.config.activation_checkpointing.mode == "selective"
 
 
 def _hidden_bytes(setup: Setup, block: Block) -> float:

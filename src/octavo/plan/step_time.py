@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.numerics.qtensor import ROW, TENSOR
-from octavo.plan.memory import is_fused
+from octavo.plan.memory import is_fused, recomputes_hidden
 from octavo.plan.model_shape import Block
 from octavo.plan.setup import FP32, Setup, attention_seconds
 from octavo.rates.measured import Gpu, Shape, forward_seconds, fp8_speed, linear_seconds, product_seconds
@@ -73,7 +73,9 @@ def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     passes, passes_forward = (setup.tokens * each / tp for each in (forward + backward, forward))
     copies = copied_bytes(setup, block.weights, block.parameters) / tp / setup.gpu.copy_rate
     mode = setup.config.activation_checkpointing.mode
-    again = 0.0 if mode == "none" else _products_again(setup, block) + passes_forward
+    again = 0.0 if mode == "none" else _products_again(setup, block)
+    if mode != "none" and not recomputes_hidden(setup, block):
+        again += passes_forward
     if mode == "full":
         again += attention_forward
     casts = _cast_seconds(setup, block) * (1 if setup.recipe.quantized else 2)  # dw comes in BF16, and is cast to FP32
@@ -129,6 +131,8 @@ def _products_again(setup: Setup, block: Block) -> float:
     """The GEMMs that activation checkpointing computes again, and the casts to BF16 that they need. In eager mode the
     function of a converted layer computes its output too."""
     products = block_products(setup, block)
+    if recomputes_hidden(setup, block):
+        return _seconds_of(forward_seconds, setup, [each for each in products if each.layer == "up"])
     if setup.config.activation_checkpointing.mode == "selective":
         products = products[1::2]
     if setup.config.compile.blocks or not setup.recipe.quantized:
@@ -334,6 +338,7 @@ def host_seconds(setup: Setup) -> float:
 def _micro_batch(setup: Setup, block: Block) -> float:
     """Seconds of a block in a micro-batch."""
     quantized, mode = setup.recipe.quantized, setup.config.activation_checkpointing.mode
+    mode = "none" if recomputes_hidden(setup, block) else mode
     if setup.config.compile.blocks:
         seconds = _compiled(setup) + AGAIN[mode]
     else:

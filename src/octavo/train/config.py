@@ -232,7 +232,7 @@ class ActivationCheckpointing:
 
     mode: str = setting(
         "none",
-        "none; full: a block saves its input only; selective: also its attention and every second GEMM",
+        "none; selective: gate and up are computed again, without a fused MLP every second GEMM; full: the whole block",
         choices=("none", "full", "selective"),
     )
 

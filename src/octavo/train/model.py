@@ -45,6 +45,7 @@ from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, tokeniz
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from octavo.nn import Conversion, convert, use_fp8_attention
+from octavo.nn.conversion import recompute_hidden
 from octavo.nn.fused_loss import find_head
 from octavo.nn.module_tools import spare_search
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
@@ -341,7 +342,7 @@ def add_adapters(model: nn.Module, config: Config) -> nn.Module:
 # ---- The blocks of a model, and what is done to each of them: activation checkpointing and compilation.
 #
 # Activation checkpointing (Chen et al., arXiv:1604.06174) is inside of the compiled code, so the compiler sees what the
-# backward pass computes again.
+# backward pass computes again. MLPs and experts that run fused compute their hidden inputs again by themselves.
 
 
 # Selective checkpointing saves the outputs of the first, and of every second of the others. Both are slow to compute:
@@ -375,6 +376,8 @@ def blocks_gathered_together(model: nn.Module) -> list[list[nn.Module]]:
 def prepare_blocks(model: nn.Module, config: Config) -> None:
     """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
     mode = config.activation_checkpointing.mode
+    if mode == "selective" and recompute_hidden(model):
+        mode = "none"
     if mode != "none":
         # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is one,
         # past the hooks of checkpointing. The other backends plan both passes in one graph.
