@@ -180,16 +180,19 @@ def _linear_cross_entropy(
         total += torch.where(some == IGNORED, 0, lse - picked).sum()
         if wanted is None:
             continue
-        g: Any = (z, z)
+        by_row: Any = z
+        by_column: Any = z
         if fp8:
-            g = _gradients(z, some, wanted, lse, own[1], scale, cap, wants_x, wants_w)
+            by_row, by_column = _gradients(z, some, wanted, lse, own[1], scale, cap, wants_x, wants_w)
         elif group:
             cross_entropy(z, some, wanted, lse, scale, cap)
+        del z  # each tensor has the size of the logits, and is freed before the next is made
         if dx is not None:
-            dx[start : start + chunk] = head.dx(g[0])
+            dx[start : start + chunk] = head.dx(by_row)
+        del by_row
         if wants_w:
-            dw = head.dw(dw, g[1], rows, wide)
-        del z, g
+            dw = head.dw(dw, by_column, rows, wide)
+        del by_column
     if wants_w:
         dw = torch.zeros_like(weight) if dw is None else dw.to(weight.dtype)  # None of no tokens
     return total, dx, dw  # type: ignore[return-value]
