@@ -188,7 +188,7 @@ def measure(shape: Shape) -> dict[str, Any]:
     db = {mode: dict(zip(of, found, strict=True)) for mode, found in harness.checked("bf16", modes).items()}
     result = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape), "db": db, "gemm_tflops": gemms(shape)}
     # In a row, as layers of a model: the host has the launches of a step ready when the step before ends.
-    times = harness.interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=15, repeat=8)
+    times = harness.interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=5, repeat=24)
     result |= {"rounds": times, "ms": harness.medians(times)}
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in times}
     show(result)
