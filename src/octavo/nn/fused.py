@@ -98,7 +98,7 @@ def stack_adapters(layers: Sequence[Sequence[Adapter]], weights: Sequence[Tensor
 
 
 def read_input(x: Tensor, saved: Sequence[Tensor | None], a: Tensor | None) -> Tensor | None:
-    """u [T, R] of the norm of x [T, K] that was `saved` (`FusedInput`), or of x without a norm."""
+    """u [T, R] of the norm of x [T, K] that was `saved` (`FusedInput.read`), or of x without a norm."""
     if a is None:
         return None
     _, _, rstd, gamma, _ = saved
@@ -262,14 +262,46 @@ class NormSpec:
 Norm = tuple[NormSpec, Tensor, Tensor | None]  # with weight [K] and bias [K]
 
 
+Saved = tuple[Tensor | None, ...]  # x + residual, mean, rstd, gamma and beta of a norm; None five times without one
+
+
 @dataclass(frozen=True)
-class InputInfo:
-    """The facts of an input that the backward pass needs: its norm, shape, dtype, and whether it has a residual."""
+class FusedInput:
+    """The facts of the input of a fused layer: its norm, its shape and dtype, and whether it has a residual."""
 
     norm: NormSpec | None
     shape: torch.Size
     dtype: torch.dtype
     has_residual: bool
+
+    def read(self, tensors: Sequence[Any], cast: Cast, exchange: Exchange) -> tuple[Tensor, QTensor, Saved]:
+        """x + residual [T, K]; its norm, quantized, or without a norm x itself; and what the backward pass needs.
+
+        The tensors are x [..., K] and residual [..., K], by `wider_first`, and gamma [K] and beta [K] of the norm.
+        """
+        x, residual, gamma, beta = tensors
+        # Not before the autograd function: x and the residual get the same tensor as their gradient. Autograd must see
+        # that it is the same, or accumulating into one leaf's gradient would change the other's.
+        x, residual, norm = rows(x), rows(residual), self.norm
+        if norm is None:
+            return x, exchange.quantize_x(x, cast), (None,) * 5
+        total, q, mean, rstd = ops.norm_quantize(x, residual, gamma, beta, norm.eps, cast, center=norm.center)
+        return total, q, (total, mean, rstd, gamma, beta)
+
+    def source(self, total: Tensor, saved: Saved) -> tuple[str, list[Tensor]]:
+        """The kind and the tensors of `octavo.nn.observer.observe_xw`."""
+        kind = "x" if self.norm is None else "center" if self.norm.center else "norm"
+        return kind, [total] if self.norm is None else [t for t in saved if t is not None]
+
+    def outputs(self, y: Tensor, total: Tensor, x_is_trained: bool) -> tuple[Tensor, ...]:
+        """y [T, N] as [..., N] where it has the rows of x, and x + residual [..., K] where there is a residual.
+
+        Without one, x itself may follow: the residual stream then takes it from here, and the backward pass of the norm
+        adds the gradient of the stream.
+        """
+        y = shaped(y, self.shape) if len(y) == len(total) else y
+        passes_x = self.norm is not None and x_is_trained
+        return (y, shaped(total, self.shape)) if self.has_residual or passes_x else (y,)
 
     def transposed(
         self, sent: Any, g: QTensor, saved: Sequence[Any], scale: Tensor, cast: Cast, exchange: Exchange
@@ -279,59 +311,18 @@ class InputInfo:
             return exchange.x_transposed(sent, g)
         assert self.norm is not None
         total, mean, rstd, gamma, beta = saved
-        return scale_folded(
-            ops.requantize_norm(total, mean if self.norm.center else None, rstd, gamma, beta, scale, cast)
-        )
+        mean = mean if self.norm.center else None
+        return scale_folded(ops.requantize_norm(total, mean, rstd, gamma, beta, scale, cast))
 
     def gradients(self, dn: Tensor, dtotal: Tensor | None, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """The gradients of x, residual, gamma and beta, from dn [T, K] of the norm's output (of x if there is no norm),
-        dtotal of x + residual, and what `FusedInput` saved."""
+        dtotal of x + residual, and what `read` saved."""
         if self.norm is None:
             return dn.to(self.dtype).view(self.shape), None, None, None
         total, mean, rstd, gamma, beta = saved
         dx, dgamma, dbeta = ops.norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), self.norm.center)
         dx = dx.view(self.shape)
         return dx, dx if self.has_residual else None, dgamma, None if beta is None else dbeta.to(beta.dtype)
-
-
-@dataclass(frozen=True)
-class FusedInput:
-    """The input of a fused layer."""
-
-    total: Tensor  # x + residual [T, K]
-    q: QTensor  # the norm of `total`, or `total` itself if there is none, quantized
-    saved: tuple[Tensor | None, ...]  # total, mean, rstd, gamma and beta of the norm; None five times without one
-    info: InputInfo
-
-    @classmethod
-    def of(cls, norm: NormSpec | None, tensors: Sequence[Any], cast: Cast, exchange: Exchange) -> Self:
-        """That of x [..., K] and residual [..., K], by `wider_first`, and gamma [K] and beta [K] of `norm`."""
-        x, residual, gamma, beta = tensors
-        info = InputInfo(norm, x.shape, x.dtype, residual is not None)
-        # Not before the autograd function: x and the residual get the same tensor as their gradient. Autograd must see
-        # that it is the same, or accumulating into one leaf's gradient would change the other's.
-        x, residual = rows(x), rows(residual)
-        if norm is None or gamma is None:
-            return cls(x, exchange.quantize_x(x, cast), (None,) * 5, info)
-        total, q, mean, rstd = ops.norm_quantize(x, residual, gamma, beta, norm.eps, cast, center=norm.center)
-        return cls(total, q, (total, mean, rstd, gamma, beta), info)
-
-    def outputs(self, y: Tensor, x_is_trained: bool) -> tuple[Tensor, ...]:
-        """y [T, N] as [..., N] where it has the rows of x, and x + residual [..., K] where there is a residual.
-
-        Without one, x itself may follow: the residual stream then takes it from here, and the backward pass of the norm
-        adds the gradient of the stream.
-        """
-        if len(y) == len(self.total):
-            y = shaped(y, self.info.shape)
-        passes_x = self.info.norm is not None and x_is_trained
-        return (y, shaped(self.total, self.info.shape)) if self.info.has_residual or passes_x else (y,)
-
-    @property
-    def source(self) -> tuple[str, list[Tensor]]:
-        """The kind and the tensors of `octavo.nn.observer.observe_xw`."""
-        norm, saved = self.info.norm, [t for t in self.saved if t is not None]
-        return ("x", [self.total]) if norm is None else ("center" if norm.center else "norm", saved)
 
 
 def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -455,13 +446,14 @@ class _Fused(torch.autograd.Function):
         recipe, (a_in, b_in, a_out, b_out), layers = call.recipe, tensors[4:8], tensors[8:]
         inner_exchange, outer_exchange = exchanges
         inner, outer = Stack.from_arguments(layers[4:], recipe.w), Stack.from_arguments(layers[:4], recipe.w)
-        given = FusedInput.of(norm, tensors[:4], recipe.x, inner_exchange)
-        n_q, sent = given.q, inner_exchange.send_x(given.q)
+        given = FusedInput(norm, tensors[0].shape, tensors[0].dtype, tensors[1] is not None)
+        total, n_q, saved = given.read(tensors[:4], recipe.x, inner_exchange)
+        sent = inner_exchange.send_x(n_q)
         w_in = inner.quantize(recipe.w, inner_exchange)
         w_out = outer.quantize(recipe.w, outer_exchange) if activation else None
         s_n, y = inner_exchange.y(sent, w_in, inner.bias(), call)  # [T,K] @ [N,K]^T, in an MLP N = 2F
-        add(y, read_in := read_input(given.total, given.saved, a_in), b_in)  # [T,R] @ [N,R]^T
-        observe_xw(call.observer, *given.source, n_q, inner.weights, w_in, recipe)
+        add(y, read_in := read_input(total, saved, a_in), b_in)  # [T,R] @ [N,R]^T
+        observe_xw(call.observer, *given.source(total, saved), n_q, inner.weights, w_in, recipe)
         kept: tuple[Tensor | None, ...] = (None,) * 8
         if w_out is not None:
             u, h_q = y, outer_exchange.quantize_activation(y, activation, recipe.x)
@@ -469,15 +461,15 @@ class _Fused(torch.autograd.Function):
             add(y, read_out := read_bytes(h_q, a_out), b_out)  # [T,R] @ [K,R]^T
             observe_xw(call.outer_observer, activation, [u], h_q, outer.weights, w_out, recipe)
             kept = None if call.recompute else u, s_h, w_out.scale, layers[0], a_out, b_out, read_out, outer.weights[0]
-        ctx.call, ctx.exchanges, ctx.input, ctx.activation = call, exchanges, given.info, activation
+        ctx.call, ctx.exchanges, ctx.input, ctx.activation = call, exchanges, given, activation
         ctx.inner_bias, ctx.outer_bias = inner.bias_dtypes, outer.bias_dtypes
         ctx.trained = any(ctx.needs_input_grad[12:])
         saves_n = call.recompute or (ctx.trained and (norm is None or inner_exchange.resends_x))
         again = (n_q.scale, inner.bias()) if call.recompute else (None, None)
-        x = given.total if norm is None and a_in is not None else None
+        x = total if norm is None and a_in is not None else None
         kept_in = n_q.data if saves_n else None, s_n, w_in.scale, layers[4], a_in, b_in, read_in, x
-        ctx.save_for_backward(*again, *kept_in, *kept, *given.saved, *inner.weights)
-        return given.outputs(y, ctx.needs_input_grad[4])
+        ctx.save_for_backward(*again, *kept_in, *kept, *saved, *inner.weights)
+        return given.outputs(y, total, ctx.needs_input_grad[4])
 
     @staticmethod
     @differentiable_once
