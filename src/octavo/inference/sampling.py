@@ -100,48 +100,33 @@ def draw(scores: Tensor, random: torch.Generator | None = None) -> Tensor:
 #
 # A token may hold a part of a character: in UTF-8 a character has up to four bytes, and byte-level tokenizers cut
 # between them. Bytes that do not make a character yet decode to U+FFFD at the end of the text. So a `TextStream` holds
-# U+FFFD at the end back until the next character shows that it stays.
+# a text that ends with U+FFFD back until the next character shows that it stays.
 #
 # A tokenizer may decode a token differently after others: some drop the blank at the start of a text. Decoding the
-# whole text after each token would be safe, and slow. A `TextStream` decodes the last tokens only, from one at which
-# the tokenizer decodes them as it does in the text.
-
-
-_FEW, _MANY = range(8, 20), 32  # tokens that are decoded after each new one: at least, and usually at most
+# whole text after each token would be safe, and slow. A `TextStream` decodes the new tokens behind those of the piece
+# before them.
 
 
 class TextStream:
     """The text that follows a prompt of token ids, one token after the other."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self.ids = list(prompt)  # the last tokens of the text
-        self.text = tokenizer.decode(self.ids)
-        self.shown = len(self.text)  # characters of `text` that were given out
-        self._forget()
+        text, tails = tokenizer.decode(prompt), [list(prompt[-size:]) for size in range(8, 20)]
+        # Others begin within a character.
+        whole = (tail for tail in tails if (last := tokenizer.decode(tail)) and text.endswith(last))
+        self.tokenizer, self.ids = tokenizer, next(whole, list(prompt))
+        self.given = len(self.ids)  # the first of the ids, whose text was given out
 
     def add(self, token: int) -> str:
         """The text that the token completes; often a few characters, possibly none."""
         self.ids.append(token)
-        self.text = self.tokenizer.decode(self.ids)
-        piece = self._give(len(self.text.rstrip("\N{REPLACEMENT CHARACTER}")))
-        if len(self.ids) > _MANY and self.shown == len(self.text):
-            self._forget()
+        piece = self.end()
+        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self.ids = self.ids[self.given :]
+        self.given = len(self.ids)
         return piece
 
     def end(self) -> str:
         """The text that is still held back, once no more tokens come."""
-        return self._give(len(self.text))
-
-    def _give(self, end: int) -> str:
-        piece = self.text[self.shown : end]
-        self.shown = max(self.shown, end)
-        return piece
-
-    def _forget(self) -> None:
-        """Forget tokens whose text is given out, if the last ones decode to the end of the text without them."""
-        for size in _FEW:  # the last tokens may begin within a character
-            last = self.tokenizer.decode(self.ids[-size:])
-            if last and self.text.endswith(last):
-                self.ids, self.text, self.shown = self.ids[-size:], last, len(last)
-                return
+        return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.given])) :]

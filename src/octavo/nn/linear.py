@@ -354,15 +354,10 @@ class PatchConvolution(RecipeLayer):
                 f"the convolution takes [B, {self.in_channels}, *sizes] with sizes of at least "
                 f"{list(self.kernel_size)}, got {list(x.shape)}: resize or pad the input"
             )
-        cut = x if x.ndim == rank + 2 else x.unsqueeze(0)  # becomes [B, C, count, size, ...]
-        for i, (size, step) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
-            count = (cut.shape[2 + 2 * i] - size) // step + 1
-            used = cut.narrow(2 + 2 * i, 0, (count - 1) * step + size)
-            if size < step:  # a size of 1
-                used = used[(slice(None),) * (2 + 2 * i) + (slice(None, None, step),)]
-            cut = torch.unflatten(used, 2 + 2 * i, (count, size))
-        counts, sizes = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
-        patches = cut.permute(0, *counts, 1, *sizes).flatten(1 + rank)  # [B, *counts, K]
+        cut = x if x.ndim == rank + 2 else x.unsqueeze(0)
+        for i, (size, step) in enumerate(zip(self.kernel_size, self.stride, strict=True), 2):
+            cut = cut.unfold(i, size, step)  # becomes [B, C, *counts, *sizes]
+        patches = cut.movedim(1, 1 + rank).flatten(1 + rank)  # [B, *counts, K]
         y = self.compute(patches, self.weight.flatten(1), self.bias, None).movedim(-1, 1)
         return y if x.ndim == rank + 2 else y.squeeze(0)
 
