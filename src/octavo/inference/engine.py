@@ -56,24 +56,18 @@ class Stop(NamedTuple):
     pad: Tensor | int
 
 
-class Mail:
-    """The tokens of a step on their way to the host: a copy that the host waits for when it reads."""
+def send(tokens: Tensor, running: Tensor) -> Callable[[], tuple[Tensor, bool]]:
+    """Begin to copy the tokens [B] of a step to the host. The result waits for the copy, and gives the tokens and
+    whether a sequence is `running`."""
+    box = torch.cat((tokens, running.any().view(1).long())).to("cpu", non_blocking=True)  # pinned, where from a GPU
+    copied = torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
 
-    def __init__(self, batch: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.box = torch.empty(batch + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+    def read() -> tuple[Tensor, bool]:
+        if copied is not None:
+            copied.synchronize()
+        return box[:-1], bool(box[-1])
 
-    def send(self, tokens: Tensor, running: Tensor) -> None:
-        self.box.copy_(torch.cat((tokens, running.any().view(1).long())), non_blocking=True)
-        if self.event is not None:
-            self.event.record()
-
-    def read(self) -> tuple[Tensor, bool]:
-        """The tokens [B], and whether a sequence goes on."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.box[:-1].clone(), bool(self.box[-1])
+    return read
 
 
 def decode(
@@ -91,7 +85,7 @@ def decode(
     ids = torch.empty(batch, begin + new, dtype=torch.int64, device=prompts.device)
     ids[:, :begin] = prompts
     running = torch.ones(batch, dtype=torch.bool, device=ids.device)
-    mail = Mail(batch, ids.device) if watched or stop is not None else None
+    reads = watched or stop is not None
     for n in range(begin + 1, ids.shape[1] + 1):
         tokens = choose(ids[:, : n - 1], logits)
         if stop is not None:
@@ -99,15 +93,14 @@ def decode(
         ids[:, n - 1] = tokens
         if stop is not None:
             running = running & ~stop.ended(ids[:, :n])
-        if mail is not None:
-            mail.send(tokens, running)
+        read = send(tokens, running) if reads else None
         if n < ids.shape[1]:
             logits = step(tokens)
-        if mail is None:
+        if read is None:
             yield ids[:, :n], None
             continue
-        read, goes_on = mail.read()
-        yield ids[:, :n], read
+        found, goes_on = read()
+        yield ids[:, :n], found
         if not goes_on:
             return
 
