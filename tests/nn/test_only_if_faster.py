@@ -344,14 +344,6 @@ def test_interpolation_is_scipys_in_log2_and_the_edge_beyond() -> None:
         assert interpolate(grid, point) == pytest.approx(oracle(torch.tensor(inside).double().log2().numpy())[0])
 
 
-def test_single_layers_say_nothing_about_other_sizes() -> None:
-    table = Table(UNKNOWN, "made up", shapes=(row((512, 768, 768), 0.75), row((512, 768, 3072), 1.25)))
-    assert table.predict("rowwise", (512, 768, 768)) == 0.75
-    assert table.predict("rowwise", (512, 768, 3072)) == 1.25
-    assert table.predict("rowwise", (512, 768, 1536)) is None
-    assert table.predict("tensorwise", (512, 768, 768)) is None
-
-
 def test_json_round_trip_a_measurement_a_line() -> None:
     grid = table_of(lambda m, k, n: 1 + n / 8192).grid
     table = Table(UNKNOWN, "made up", grid, (row((5, 6, 7), 1.5, "mine-0123abcd"),))
