@@ -295,7 +295,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(words: str) -> None:
     """The reader is gone before the first byte, as `head` is before the last of a long table."""
     reading, writing = os.pipe()
     os.close(reading)
-    called = [sys.executable, "-m", "octavo_cli", *words.split()]
+    called = [sys.executable, "-m", "octavo", *words.split()]
     done = subprocess.run(called, stdout=writing, stderr=subprocess.PIPE, text=True, env=with_source(), check=False)
     os.close(writing)
     assert done.stderr == ""
