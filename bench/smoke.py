@@ -73,14 +73,10 @@ def run(command: str) -> bool:
     paths = ["src", *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"} if GPU else {"TORCHDYNAMO_DISABLE": "1"}
-    with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as log:
-        words = [sys.executable, *shlex.split(command.replace("{out}", out)), "--quick"]
-        try:
-            good = subprocess.run(words, env=environment, timeout=LONGEST, stdout=log, stderr=log).returncode == 0
-        except subprocess.TimeoutExpired:
-            good = False
-        log.seek(0)
-        said = log.read().splitlines()
+    with tempfile.TemporaryDirectory() as out:
+        words = ["timeout", str(LONGEST), sys.executable, *shlex.split(command.replace("{out}", out)), "--quick"]
+        ended = subprocess.run(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    good, said = ended.returncode == 0, ended.stdout.splitlines()
     print(f"{'ran' if good else 'FAILED'} {time.monotonic() - began:6.1f} s  {command}", flush=True)
     if not good:
         print("    " + "\n    ".join(said[-15:]), flush=True)
