@@ -46,8 +46,6 @@ def compressed(weights, inputs, **more):
 @pytest.mark.parametrize(
     ("weights", "inputs", "spec", "shape"),
     [
-        ({"strategy": "channel"}, {"strategy": "token", "dynamic": True}, LayerSpec.per_channel("token"), (256, 1)),
-        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, LayerSpec.per_tensor("static"), (1,)),
         ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, LayerSpec.per_tensor("tensor"), (1,)),
         ({"strategy": "group", "group_size": 64}, None, LayerSpec(1, 64, "none"), (256, 6)),
         (
@@ -55,7 +53,6 @@ def compressed(weights, inputs, **more):
             {"strategy": "group", "group_size": 128, "dynamic": True},
             LayerSpec(128, 128, "token", 128), (2, 3),
         ),
-        ({"type": "int", "strategy": "channel"}, None, LayerSpec.per_channel("none", integers=True), (256, 1)),
     ],
 )  # fmt: skip
 def test_compressed_tensors(weights, inputs, spec, shape):
