@@ -361,13 +361,12 @@ SILU = ("SiLU", "SiLUActivation")
 
 def fuse_decoder_layers(model: nn.Module) -> None:
     """Fuse the norms and MLPs of the decoder layers whose classes are known; idempotent."""
-    for module in list(model.modules()):
+    for module in list[Any](model.modules()):
         if not isinstance(module, DecoderLayer) and is_known(module):
             module.qkv = NormLinear(module, LLAMA.norms[0], *LLAMA.qkv)
             mix_into(module, DecoderLayer)
-            mlp: Any = module.mlp
-            mlp.weight_cache = WeightCache()
-            mix_into(mlp, SwiGLU)
+            module.mlp.weight_cache = WeightCache()
+            mix_into(module.mlp, SwiGLU)
 
 
 def is_known(layer: Any) -> bool:
@@ -507,6 +506,7 @@ class DiffusionBlock(nn.Module):
         encoder_attention_mask: Tensor | None = None,
         timestep: Tensor | None = None,
         cross_attention_kwargs: dict[str, Any] | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; encoder_hidden_states [B, S, J]."""
@@ -516,7 +516,7 @@ class DiffusionBlock(nn.Module):
         if alone or cross_attention_kwargs or self._chunk_size is not None or any(map(watched, called)):
             return super().forward(
                 hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
-                cross_attention_kwargs, **kwargs,
+                cross_attention_kwargs, *args, **kwargs,
             )  # fmt: skip
         y, x = _attend(child(self, "fused_qkv"), attn1, hidden_states, None, attention_mask=attention_mask)
         if attn2 is not None:
