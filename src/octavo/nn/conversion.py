@@ -206,7 +206,7 @@ def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
     """Let the MLPs and experts of a converted model that run fused save the outputs of gate and up, or compute them
     again in the backward pass. False if none runs fused."""
     modules: list[Any] = [m for m in model.modules() if isinstance(m, FusedMLP) and m.cached_weights() is not None]
-    modules += (m for m in converted_experts(model).values() if isinstance(m, Experts) and m.recipe.fusable)
+    modules += (m for m in model.modules() if isinstance(m, Experts) and m.recipe is not None and m.recipe.fusable)
     for module in modules:
         module.recompute = recompute
     return bool(modules)
