@@ -208,7 +208,9 @@ def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
     modules: list[Any] = [m for m in model.modules() if isinstance(m, FusedMLP) and m.cached_weights() is not None]
     modules += (m for m in model.modules() if isinstance(m, Experts) and m.recipe is not None and m.recipe.fusable)
     for module in modules:
-        module.recompute = recompute
+        vars(module).pop("recompute", None)
+        if recompute:
+            module.recompute = True
     return bool(modules)
 
 
@@ -483,6 +485,7 @@ def restore(model: nn.Module) -> list[str]:
                 "torch.nn.utils.parametrize.remove_parametrizations first, and parametrize the restored layer"
             )
     use_bf16_attention(model)
+    recompute_hidden(model, False)
     modules = list(model.named_modules())
     return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _undo_block(m) or _undo_torchao(m)]
 
