@@ -16,7 +16,7 @@ from octavo.numerics import TENSOR, Cast
 from octavo.ops import Backend
 from octavo.rates.measured import Machine, Measurement, Table
 from octavo.recipe import PRESETS, Gemm, Recipe, get_recipe
-from octavo.train.config import Config, ConfigError
+from octavo.train.config import Config
 from octavo.train.settings import load_config
 from octavo.version import __version__
 from octavo_cli import doctor
@@ -247,17 +247,12 @@ def test_settings_take_a_file_a_table_and_a_recipe(here):
     recipe = get_recipe("mine.json")
     (here / "file.toml").write_text('recipe = "mine.json"')
     assert load_config("file.toml").recipe == Config(recipe=recipe).recipe == recipe
+    assert Config(model="models/base", calibration="calibrated", recipe="mine.json").recipe == recipe  # with histories
     (here / "table.toml").write_text('[recipe.y]\nx.granularity = "tensor"\nw.granularity = "tensor"\n')
     found = load_config("table.toml")
     assert (found.recipe.name, found.recipe.x, found.recipe.dw) == ("custom", Cast(granularity=TENSOR), None)
     assert Config.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert found.change(recipe="bf16").recipe == "bf16"
-
-
-def test_a_calibration_needs_a_recipe_with_histories(here):
-    assert Config(model="models/base", calibration="calibrated", recipe="mine.json").recipe.name == "mine"
-    with pytest.raises(ConfigError, match="requires recipe delayed, to which it gives the first scales"):
-        Config(model="models/base", calibration="calibrated", recipe="rowwise")
 
 
 def test_doctor_and_plan_take_a_file(printed, here):

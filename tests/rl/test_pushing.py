@@ -348,7 +348,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_changes(made, name, how, mod
     assert checksum(served) == before
 
 
-def test_other_refusals(made, tmp_path):
+def test_other_refusals(made):
     served = octavo.load(made("llama", scheme="channel"))
     with pytest.raises(TypeError, match=r"push takes a torch\.nn\.Module"):
         push(made("llama"), served)

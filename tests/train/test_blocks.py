@@ -80,7 +80,7 @@ def test_the_eager_backend_refuses_checkpointing(mode):
     prepare_blocks(build(LLAMA), Config.from_dict(table | {"compile": {"blocks": False, "backend": "eager"}}))
 
 
-def test_selective_computes_fewer_gemms_again(monkeypatch):
+def test_selective_computes_fewer_gemms_again():
     counts = {}
     for mode in ("none", "full", "selective"):
         torch.manual_seed(0)

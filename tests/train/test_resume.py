@@ -357,7 +357,7 @@ def test_the_twin_is_the_same_on_any_number_of_ranks():
     assert run_ranks(2, disturbed_by_two) == [[], []]
 
 
-def test_branches_that_cannot_be_are_refused(branch, trunk, tmp_path, begin):
+def test_branches_that_cannot_be_are_refused(branch, trunk, tmp_path):
     with pytest.raises(FileExistsError, match="choose another --out"):
         branch()  # in the trunk's folder
     with pytest.raises(ConfigError, match="steps must be above the 4 of .*step-00000004; got 4"):
