@@ -69,18 +69,6 @@ def test_over_several_chunks_in_fp16_and_with_a_head_in_fp8(dtype, recipe, limit
     assert max(largest_errors(results(linear_cross_entropy, *args, chunk=CHUNK, recipe=recipe), expected)) < limit
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has its own from 2.13 on")
-def test_it_is_the_loss_of_torch():
-    x, weight, targets = example()
-
-    def torchs(x, weight, targets):
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)
-        return F.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), options=options)
-
-    found = results(linear_cross_entropy, x, weight, targets, chunk=CHUNK)
-    assert max(largest_errors(found, results(torchs, x, weight, targets))) < 2e-6
-
-
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_side_gets_no_gradient(frozen):
     args = list(example())

@@ -238,7 +238,9 @@ def test_what_a_library_puts_in_a_layers_place_runs(path):
     assert not torch.equal(doubled, before)
 
 
-@pytest.mark.parametrize("path", ["self_attn", "mlp", "self_attn.k_proj", "mlp.gate_proj", "post_attention_layernorm"])
+@pytest.mark.parametrize(
+    "path", ["self_attn", "mlp", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj", "post_attention_layernorm"]
+)
 def test_hooks_see_tensors(path):
     model, seen = converted_model(make_decoder("mistral"), "rowwise"), []
 
