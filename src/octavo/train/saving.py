@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from octavo.checkpoint import files
@@ -35,7 +35,7 @@ from octavo.nn.parallel_weights import first_indices, local_part
 from octavo.scales import cast_once, load_scale_state, scale_state
 from octavo.train.host_masters import HostMasters
 from octavo.train.optimizer import optimizer_state
-from octavo.train.processes import rank, same_outcome, world_size
+from octavo.train.processes import pin, rank, same_outcome, unpin, world_size
 from octavo.util import check_kinds
 from octavo.version import __version__
 
@@ -208,6 +208,42 @@ def _read_description(folder: Path) -> Mapping[str, Any]:
     return described
 
 
+# ---- A copy of the state of a run in the memory of the CPU, for writing it while the run goes on.
+
+
+class HostCopy(DefaultSavePlanner):
+    """A copy of tensors by name, of a DTensor of the part that this rank holds, and the planner that writes it. It
+    plans by the shapes and placements of the tensors of the run. The memory is as large as the tensors, and stays for
+    the next copy. For tensors on a GPU it is pinned, so that they are copied as fast as the bus allows."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copies: dict[str, Tensor] = {}
+        self._pinned: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors`, and wait until they are copied. Names, shapes and dtypes must be those of the first call."""
+        for name, tensor in tensors.items():
+            local = local_part(tensor)
+            if name not in self._copies:
+                copy = self._copies[name] = torch.empty(local.shape, dtype=local.dtype)
+                if local.is_cuda and copy.numel():
+                    self._pinned.append(pin(copy))
+            self._copies[name].copy_(local, non_blocking=True)
+        if self._pinned:
+            torch.cuda.synchronize()
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._copies[index.fqn]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for copy in self._pinned:
+            unpin(copy)
+        self._pinned, self._copies = [], {}
+
+
 # ---- The weights of a checkpoint: all, or the adapters around frozen ones, in the files that PEFT opens.
 
 
@@ -247,7 +283,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self.run, self.keep = run, keep
         # A group of its own: its messages must not meet those of the thread that trains.
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
-        self._stager: DefaultStager | None = None  # has a copy of all tensors in the CPU's memory, for the next one too
+        self._copy = HostCopy()
         self._pending: futures.Future[None] | None = None
         # Each rank writes a part of a checkpoint: learn now, and not after many steps.
         with same_outcome(), folders.writing(run.path):
@@ -270,12 +306,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             "state": random_state(state.device) | scale_state(state.model),
         }
         tensors = {f"{file}/{name}": t.detach() for file, found in stems.items() for name, t in found.items()}
-        copied = self._copy(tensors)
+        self._copy.update(tensors)
         described: dict[str, Any] = {name: getattr(state, name) for name in ("step", "skipped_steps", "fingerprint")}
         described["scaler"] = state.scaler.state_dict()
         texts = {"train.json": json.dumps(described, indent=2) + "\n"} | adapter_config(state.model)
         target = self.run.checkpoint(state.step)
-        self._pending = _in_background(lambda: self._write(target, copied, texts))
+        self._pending = _in_background(lambda: self._write(target, tensors, texts))
         return waited
 
     @property
@@ -291,29 +327,23 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             pending.result()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.wait()
-        elif self._pending is not None and isinstance(error, Exception):  # a second signal stops at once
-            futures.wait([self._pending], 600)  # seconds: another rank may be lost
+        try:
+            if error is None:
+                self.wait()
+            elif self._pending is not None and isinstance(error, Exception):  # a second signal stops at once
+                futures.wait([self._pending], 600)  # seconds: another rank may be lost
+        finally:
+            if self._pending is None or self._pending.done():
+                self._copy.close()
 
-    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The tensors on the CPU, of a DTensor the part of this rank; those of a GPU in pinned memory."""
-        if self._stager is None:
-            on_gpu = any(local_part(t).is_cuda for t in tensors.values())
-            pinned = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
-            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
-        copied: Any = self._stager.stage(tensors)  # waits for the copies
-        return copied
-
-    def _write(self, target: Path, tensors: dict[str, Any], texts: dict[str, str]) -> None:
+    def _write(self, target: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
         ours = {"octavo_version": __version__}
         weights = {"format": "pt", **ours}
         metadata = {WEIGHTS: weights, ADAPTERS: weights, "optimizer": ours, "state": ours}
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with SafetensorsWriter(target, texts, metadata) as writer:
                 # `save` would warn in a single process that there are no others.
-                _save_state_dict(tensors, writer, self._group, no_dist=self._group is None, planner=planner)
+                _save_state_dict(tensors, writer, self._group, no_dist=self._group is None, planner=self._copy)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]  # the first failure of a rank
             if isinstance(cause, WriteError):
