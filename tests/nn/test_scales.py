@@ -10,6 +10,7 @@ import torch
 from gpus import no_waits
 from linear_examples import converted_model
 from operation_counts import operations
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import octavo
@@ -37,9 +38,7 @@ def test_all_three_operands_keep_a_history() -> None:
     model, linear = make()
     step(model, 2.0)
     seen = {name: float(h.recent[0]) for name, h in linear.histories.items()}
-    assert seen["x"] == 2.0
-    assert seen["w"] == float(linear.weight.detach().abs().max())
-    assert seen["dy"] == 1.0
+    assert seen == {"x": 2.0, "w": float(linear.weight.detach().abs().max()), "dy": 1.0}
     assert linear.histories["dy"].cast.format == "e5m2"
 
 
@@ -55,6 +54,18 @@ def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
     assert history.recent[:2].tolist() == [5.0, 1.0]
 
 
+def train_copy(rank: int) -> float:
+    model, linear = make()
+    copy = nn.parallel.DistributedDataParallel(model)
+    copy(torch.full((4, 32), 1.0 + 8 * rank)).sum().backward()
+    octavo.scales.update_scales(torch.compile(copy))
+    return float(linear.histories["x"].recent[0])
+
+
+def test_the_copies_of_ddp_share_the_largest_values() -> None:
+    assert run_ranks(2, train_copy) == [9.0, 9.0]
+
+
 def test_what_outgrew_the_history_saturates() -> None:
     model, linear = make(History(margin=0.0))
     step(model, 1.0)
@@ -62,17 +73,6 @@ def test_what_outgrew_the_history_saturates() -> None:
     x[0, 0] = 64.0
     y = model(x)
     torch.testing.assert_close(y[0], linear.weight[:, 0], rtol=0.07, atol=1e-3)  # 64 came through as 1
-
-
-def test_evaluation_reads_the_scale_and_leaves_no_trace() -> None:
-    model, linear = make()
-    step(model, 1.0)
-    model.eval()
-    model(torch.full((4, 32), 100.0))
-    assert float(linear.histories["x"].pending) == 0
-    model.train()
-    octavo.scales.update_scales(model)
-    assert linear.histories["x"].steps == 1  # nothing was met, so no step is counted
 
 
 def test_before_any_training_evaluation_scales_by_each_tensor_itself() -> None:

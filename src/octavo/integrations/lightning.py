@@ -21,7 +21,7 @@ class ScaleUpdates(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step != self.updated:  # not so after a micro-batch that only accumulates gradients
             self.updated = trainer.global_step
-            update_scales(pl_module)
+            update_scales(trainer.model)  # with DDP's module around it
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[KEY] = scale_state(pl_module)

@@ -87,7 +87,8 @@ def update_scales(model: nn.Module, *, skipped: Tensor | bool | None = None) -> 
 
     Where `skipped`, a bool or one on the device [], is True, the step changed no weight: its amax values are dropped.
     Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are reduced over
-    all ranks, by one small all-reduce for each dimension of the mesh. So every rank must call this.
+    all ranks, by one small all-reduce for each dimension of the mesh. Where `model` is or holds the module of
+    `DistributedDataParallel`, they are reduced over its ranks. So every rank must call this.
 
     Raises:
         TypeError: `model` is no module.
@@ -108,9 +109,10 @@ def update_scales(model: nn.Module, *, skipped: Tensor | bool | None = None) -> 
     amax = torch.stack([history.pending for history in found])
     if skipped is not None:
         amax = amax.masked_fill(torch.as_tensor(skipped, device=amax.device), 0)
-    for mesh in dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")):
-        for ranks in mesh.get_all_groups():
-            dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
+    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
+    copies = [m.process_group for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    for ranks in (*(group for mesh in meshes for group in mesh.get_all_groups()), *copies):
+        dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
     parts = torch.split(amax, [len(group) for group in groups.values()])
     for group, part in zip(groups.values(), parts, strict=True):
         _push(group, part)
@@ -146,10 +148,7 @@ def scale_state(model: nn.Module) -> dict[str, Tensor]:
     Example:
         >>> torch.save({"model": model.state_dict(), "scales": octavo.scales.scale_state(model)}, "checkpoint.pt")
     """
-    state: dict[str, Tensor] = {}
-    for name, history in histories(model):
-        state |= {f"{name}.{part}": buffer for part, buffer in history.named_buffers()}
-    return state
+    return {f"{name}.{part}": buffer for name, history in histories(model) for part, buffer in history.named_buffers()}
 
 
 @torch.no_grad()
