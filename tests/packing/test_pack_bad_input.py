@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_models import make_model
-from transformers import AutoModelForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from tiny_models import make_model, same_bytes
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from verify_examples import change_settings, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
@@ -28,11 +28,11 @@ def test_layers_that_are_stored_transposed_are_refused(tmp_path):
         pack(tmp_path / "model", tmp_path / "out")
 
 
-def test_what_the_model_has_no_place_for_is_left_out(made, tmp_path):
+def test_float64_is_packed_and_what_the_model_has_no_place_for_is_left_out(made, tmp_path):
     old, name = shutil.copytree(made("llama"), tmp_path / "old"), "model.layers.0.self_attn.rotary_emb.inv_freq"
-    change_tensors(old, lambda tensors: tensors.update({name: torch.ones(16)}))
+    change_tensors(old, lambda found: found.update({n: t.double() for n, t in found.items()} | {name: torch.ones(16)}))
     assert pack(old, tmp_path / "out").left_out == [name]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
+    assert same_bytes(tmp_path / "out", made("llama", scheme="channel"))
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,7 @@ def pack(
     """
     source, out = Path(source), Path(out)
     check_absent(out)
-    options = replace(options, **fields)
-    return pack_source(open_source(source, step), out, options, progress)
+    return pack_source(open_source(source, step), out, replace(options, **fields), progress)
 
 
 def pack_source(
@@ -146,6 +145,7 @@ class PackJob:
 
     def packed(self, layer: str, w: Tensor) -> dict[str, Tensor]:
         """The bytes and the scales in place of the weight of a layer or an expert."""
+        w = w.float() if w.dtype == torch.float64 else w
         adapted = None if w.is_meta else self.source.update_of(layer)
         before = None if adapted is None else self.weights.quantize(layer, adapted[0])
         scheme, q = self.layers.schemes[layer], self.weights.quantize(layer, w)
