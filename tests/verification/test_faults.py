@@ -278,6 +278,8 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
         "256 entries are not MODEL's"),
     "eos of generation": ("channel", in_json("generation_config.json", lambda found: found.update(eos_token_id=7)),
         "config", "generation_config.json", "eos_token_id is 7, MODEL has 0"),
+    "no eos of generation": ("channel", in_json("generation_config.json", lambda found: found.pop("eos_token_id")), "",
+        "", "generation_config.json lacks eos_token_id, which MODEL has"),
     "a normalizer": ("channel", in_json("tokenizer.json", lambda found: found.update(normalizer={"type": "Strip"})), "",
         "", "the normalizer of the tokenizer is not MODEL's"),
     "a chat template": ("channel", written("chat_template.jinja", b"{{ messages }}"), "", "", "the chat_template of"),
@@ -421,15 +423,13 @@ def test_a_pickle_is_never_loaded(models: Models, tmp_path: Path) -> None:
     bad = shutil.copytree(folder, tmp_path / "bad")
     (bad / SINGLE).unlink()
     (bad / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
-    found = verify(bad, model).findings
-    assert "pytorch_model.bin: is a pickle, which can run code, and was not opened" in str(found[0])
+    assert "model.bin: is a pickle, which can run code, and was not opened" in str(verify(bad, model).findings[0])
     assert not (tmp_path / "harm").exists()
 
 
 def test_a_damaged_model_is_the_users_error(models: Models, tmp_path: Path) -> None:
     folder, model, _ = models("channel")
-    bad = shutil.copytree(model, tmp_path / "model")
-    cut(bad, bad)
+    cut(bad := shutil.copytree(model, tmp_path / "model"), bad)
     with pytest.raises(ValueError, match=BAD_FILE):
         verify(folder, bad)
     with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}: give a packed folder"):

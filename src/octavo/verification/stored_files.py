@@ -237,6 +237,7 @@ def _compare(files: CheckpointFiles, name: str, ours: Any, theirs: Any) -> None:
     elif name in _SETTINGS:
         for key, here, there in _differences(ours, theirs):
             files.add_finding("config", name, f"{key} is {here!r}, MODEL has {there!r}")
+        files.remarks += [f"{name} lacks {key}, which MODEL has" for key in sorted({*theirs} - {*ours, *_LEGAL})]
     elif isinstance(ours, dict) and isinstance(theirs, dict):
         if wrong := [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]:
             message = f"{len(wrong)} entries are not MODEL's, such as {wrong[0]!r}: the same text becomes other tokens"

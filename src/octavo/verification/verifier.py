@@ -160,13 +160,11 @@ class Verification:
                 "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "
                 "folder that octavo pack --smooth or --rotate wrote"
             )
-        if scales := scale_names(files, self.layers):
-            if self.calibration is not None:
-                check_scales(files, scales, self.calibration)
-            else:
-                files.remarks.append(
-                    f"{next(iter(scales))} ({len(scales)} stored scales) was not judged: give --calibration"
-                )
+        kept = scale_names(files, self.layers)
+        if kept and self.calibration is not None:
+            check_scales(files, kept, self.calibration)
+        elif kept:
+            files.remarks.append(f"{next(iter(kept))} ({len(kept)} stored scales) was not judged: give --calibration")
         for name, spec in self.layers.items():
             report.layers.append(LayerReport(name, str(spec), files.shapes[f"{name}.weight"], ratios.get(name)))
 
