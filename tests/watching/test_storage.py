@@ -8,7 +8,7 @@ from watch_examples import event, sample, watched_layers
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import WriteError
-from octavo.watching.storage import LAYER, OPERAND, WatchWriter, read_watch, watch_folder
+from octavo.watching.storage import LAYER, OPERAND, WatchedLayer, WatchWriter, read_watch, watch_folder
 
 
 def written(run, steps=(1, 50, 100), **options):
@@ -56,9 +56,8 @@ def test_a_record_that_is_half_written_is_not_read_and_a_resumed_run_removes_it(
         file.write(b'{"step": 150, ')
     assert steps_of(tmp_path) == [1, 50, 100]
     assert len(read_watch(tmp_path).events) == 3
-    resumed = written(tmp_path, (150,), resumed_at=100)
+    written(tmp_path, (150,), resumed_at=100)
     assert steps_of(tmp_path) == [1, 50, 100, 150]
-    assert resumed.interval == 50
     assert len(read_watch(tmp_path).events) == 4
 
 
@@ -71,14 +70,15 @@ def test_a_resumed_run_drops_later_steps_and_a_new_one_is_refused(tmp_path):
     assert [found.step for found in read_watch(tmp_path).events] == [1, 50, 90]
     with pytest.raises(FileExistsError, match=r"earlier watch, up to step 90: give .* another folder, or .*_at=90"):
         written(tmp_path, (1,))
-    assert steps_of(tmp_path) == [1, 50, 90]
 
 
 def test_a_run_goes_on_with_the_layers_that_it_had(tmp_path):
     written(tmp_path)
     with pytest.raises(ArtifactError, match=r"another model: only one .* has blocks\.2\.up of shape \[64, 32\]"):
         WatchWriter(tmp_path, watched_layers(3), interval=50, resumed_at=100)
-    assert len(read_watch(tmp_path).layers) == 2
+    new = [WatchedLayer.from_dict(layer.to_dict() | {"gemms": {}}) for layer in watched_layers()]
+    WatchWriter(tmp_path, new, interval=50, resumed_at=100)
+    assert read_watch(tmp_path).layers == watched_layers()
 
 
 def test_a_run_that_went_back_drops_the_samples_after_and_marks_the_events(tmp_path):
@@ -103,7 +103,6 @@ def test_a_damaged_line_hides_no_other_event(tmp_path, line):
     path.write_text(first + line + "\n" + "".join(rest))
     found = read_watch(tmp_path)
     assert ([each.step for each in found.events], found.damaged) == ([1, 50, 100], [2])
-    assert len(found.layers) == 2
     written(tmp_path, (), resumed_at=70)
     assert path.read_text() == first + line + "\n" + rest[0]
 

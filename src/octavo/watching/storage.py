@@ -237,10 +237,10 @@ class WatchWriter:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed_at and (self.folder / "layers.json").exists():
-                self.interval = max(interval, self._former_interval(run))
+                self._go_on(run)
             self.drop_after(resumed_at)
             self._change_events_after(resumed_at, lambda event: "")
-        self.write_layers(layers)
+        self.write_layers(self._layers)
 
     def write_layers(self, layers: Sequence[WatchedLayer]) -> None:
         """Replace the description of the layers. Their number and order must stay."""
@@ -286,8 +286,8 @@ class WatchWriter:
             f"or resumed_at={last} to go on with the same model after that step"
         )
 
-    def _former_interval(self, run: Path) -> int:
-        """That of the watch which this one continues. An ArtifactError if it watched other layers."""
+    def _go_on(self, run: Path) -> None:
+        """Take the interval of the watch before and how layers ran. An ArtifactError if it watched other layers."""
         try:
             interval, former = _read_layers(run)
         except ArtifactError as error:
@@ -299,7 +299,8 @@ class WatchWriter:
                 f"{self.folder} has records of another model: only one of the two has {name} of shape {list(shape)}. "
                 "Give octavo.watch another folder"
             )
-        return interval
+        self.interval = max(self.interval, interval)
+        self._layers = [now if now.gemms else before for now, before in zip(self._layers, former, strict=True)]
 
     def _thin(self) -> bool:
         """Drop every second sampled step, and double the interval. False if a single step is left."""
