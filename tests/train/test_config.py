@@ -115,7 +115,7 @@ def test_bad_command_line(overrides, essentials):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model gpt2 --rope-theta 5e5", "rope_theta 500000.0 requires rotary positions; got model gpt2: give"),
+        ("--model gpt2 --kv-heads 1", "kv_heads 1 requires the model llama or mixture; got model gpt2: give"),
         ("--recipe bf16 --bf16-gemms dw", r"bf16_gemms \('dw',\) requires .* FP8; got recipe bf16: give --recipe"),
         ("--decay 0.1", "decay 0.1 requires schedule wsd; got schedule cosine: give .* wsd, or leave decay out"),
         ("--loss.chunk 8192", "loss.chunk 8192 requires 8192 tokens .*; got 2048: give at most 2048"),

@@ -445,7 +445,8 @@ def get_setting(key: str, source: str) -> Setting:
         return settings[key]
     if of_table := ", ".join(repr(name) for name in settings if name.startswith(f"{key}.")):
         raise ConfigError(f"{key!r} in {source} is a table, not a setting: its settings are {of_table}")
-    nearest = difflib.get_close_matches(key, list(settings), n=1, cutoff=0.6)
+    part = [name for name in settings if name in key.split("_") or key == "".join(word[0] for word in name.split("_"))]
+    nearest = part + difflib.get_close_matches(key, list(settings), n=1, cutoff=0.6)
     advice = f"did you mean {nearest[0]!r}?" if nearest else "octavo train --settings lists all settings"
     raise ConfigError(f"unknown setting {key!r} in {source}; {advice}")
 
@@ -553,15 +554,15 @@ def check_effects(config: Config, processes: int, tp: int, shares: int, given: C
          "give --watch.on-spike rollback"),
         ("attention.shortest", config.attention.precision == "bf16", "attention.precision fp8", "bf16",
          "give --attention.precision fp8"),
-        ("rope_theta", model == "gpt2", "rotary positions", "model gpt2", "give --model llama"),
+        *((name, model == "gpt2", "the model llama or mixture", "model gpt2", "give --model llama")
+          for name in ("kv_heads", "mlp_width", "rope_theta")),
         ("bf16_gemms", wide, "a recipe with GEMMs in FP8", f"recipe {config.recipe}", "give --recipe rowwise"),
         ("decay", config.schedule == "cosine", "schedule wsd", "schedule cosine", "give --schedule wsd"),
         ("loss.chunk", config.loss.chunk > tokens, f"{config.loss.chunk} tokens in a micro-batch of a process",
          f"{tokens}", f"give at most {tokens}"),
         ("loss.chunk", config.loss.logits == "whole", "logits in chunks", "loss.logits whole", "give auto or chunked"),
         ("compile.backend", not config.compile.blocks, "compile.blocks", "false", "give --compile.blocks"),
-        ("alpha", not config.lora, "adapters", "lora 0", "give their rank, as --lora 16"),
-        ("targets", not config.lora, "adapters", "lora 0", "give their rank, as --lora 16"),
+        *((name, not config.lora, "adapters", "lora 0", "give a rank, as --lora 16") for name in ("alpha", "targets")),
         ("parallel.gather_dtype", processes == 1, "several processes", "1", "start them with torchrun"),
         ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
     )  # fmt: skip
