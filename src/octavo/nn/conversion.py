@@ -394,7 +394,7 @@ def _computes_as_mixtral(cls: Any) -> bool:
 
 def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
     if not runs_experts(recipe):
-        return f"the recipe {recipe.name} has no grouped GEMM: rowwise, blockwise and mxfp8 have"
+        return f"the recipe {recipe.name} has no grouped GEMM: rowwise, blockwise, mxfp8, groupwise have"
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if any(w.dtype not in FLOATS for w in weights):

@@ -207,7 +207,7 @@ def parse_granularity(name: str) -> Granularity:
         return group(int(match[1]))
     if match := re.fullmatch(r"block:(\d+)x(\d+)", name):
         return block(int(match[1]), int(match[2]))
-    raise ValueError(f"unknown granularity {name!r}: choose tensor, row, group:G (G = 32 to 128) or block:RxC")
+    raise ValueError(f"unknown granularity {name!r}: choose tensor, row, group:G, as group:64, or block:RxC")
 
 
 # ---- A cast: all settings of the quantization of one tensor.

@@ -54,7 +54,7 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
     for entry in unused:
         is_known = "*" in entry or entry.startswith("re:") or entry in required.modules
         if not is_known and not any(name.startswith(f"{entry}.") for name in required.shapes):
-            message = f"the list of ignored modules has {entry!r}, which is not a linear layer"
+            message = f"the list of ignored modules has {entry!r}, which no module of the model has"
             files.add_finding("config", "config.json", message)
     layers: dict[str, LayerSpec] = {}
     for name, spec in specs.items():

@@ -105,7 +105,7 @@ def read_specs(settings: Any, linears: Sequence[str]) -> tuple[dict[str, LayerSp
     """The spec of each of `linears` by the quantization_config `settings` (None: it ignores the layer), and the entries
     of its list of ignored modules that match no layer. A SpecError if it cannot be read."""
     if not isinstance(settings, Mapping):
-        raise SpecError(f"config.json must have a quantization_config, it has {settings!r}")
+        raise SpecError(f"config.json must have a quantization_config, as octavo pack writes it, and has {settings!r}")
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise SpecError(f"quant_method must be one of {', '.join(METHODS)}, it is {method!r}")
