@@ -74,8 +74,7 @@ def pack_command(
     --smooth and --rotate write a model in BF16 that computes the same and quantizes better, to calibrate and pack like
     any other. The factors of smoothing are powers of two, so nothing is rounded; a rotation rounds the weights that it
     changes. With both only the input of down_proj is smoothed, because the rotation does not reach it. Both help INT8,
-    and outliers beyond the range of a static scale. In our measurements (bench/log.md) FP8 with a scale for each token
-    gained nothing from either, and lost a little by a rotation.
+    and outliers beyond the range of a static scale. FP8 with a scale for each token gains nothing (bench/log.md).
 
     --layout gguf writes a Llama, Mistral or Qwen2 in BF16 as one file: linear weights in Q8_0 (or F16), the embedding
     and the head in F16, vectors in F32. A packed folder can be written so after octavo unpack.

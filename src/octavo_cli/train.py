@@ -44,9 +44,8 @@ def train_command(
     auto|cpu|cuda, --out FOLDER.
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit. --resume
-    FOLDER continues the run bit for bit. With --or-resume the same command begins a run and later continues it. A
-    closed output pipe does not end a run. --branch begins a run of its own at a checkpoint, with the settings of that
-    checkpoint's run.
+    FOLDER continues the run bit for bit. With --or-resume the same command begins a run and later continues it.
+    --branch begins a run of its own at a checkpoint, with the settings of that checkpoint's run.
 
     Examples:
 
