@@ -32,7 +32,7 @@ from octavo_cli.app import app
 
 # The blocks marked `no-test`, by their page and first word, and why they cannot run here. Commands are still parsed.
 UNTESTED = {
-    "needs the network": {"README.md git", "docs/quickstart.md pip", "docs/quickstart.md hf"},
+    "needs the network": {"README.md git", "docs/quickstart.md hf"},
     "takes minutes or hours": {
         "README.md make", "CONTRIBUTING.md make", "docs/serving.md compiled",
         "docs/troubleshooting.md TORCH_LOGS=recompiles",
