@@ -216,6 +216,8 @@ def attributes(model: nn.Module) -> dict[str, tuple[type, set[str]]]:
 def test_a_restored_model_is_the_one_that_was_never_converted(name: str, recipe: str) -> None:
     model = MODELS[name]()
     plain, known, parameters = copy.deepcopy(model), attributes(model), list(model.parameters())
+    octavo.convert(model)
+    recompute_hidden(model)
     report = octavo.convert(model, recipe)
     recompute_hidden(model)
     output(model).square().mean().backward()

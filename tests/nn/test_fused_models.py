@@ -202,17 +202,12 @@ def test_fp8_layers_and_a_head_in_fp8():
         assert float((tensor - exact[name]).norm()) < 0.1 * float(exact[name].norm()), name
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"head": "rowwise"}, "with fuse_loss=True 'rowwise'"),
-        ({"head": "fp8", "fuse_loss": True}, "got 'fp8'"),
-        (
-            {"recipe": "tensorwise", "recompute": True},
-            "run fused, .* got tensorwise and LlamaForCausalLM: leave it out",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"head": "rowwise"}, "with fuse_loss=True 'rowwise'"),
+    ({"head": "fp8", "fuse_loss": True}, "got 'fp8'"),
+    ({"recipe": "tensorwise", "recompute": True}, "run fused, .* got tensorwise, LlamaForCausalLM and skip=.*: leave"),
+    ({"skip": ["*up_proj"], "recompute": True}, r"got rowwise, LlamaForCausalLM and skip=\['\*up_proj'\]"),
+])  # fmt: skip
 def test_options_that_belong_to_others(options, words):
     with pytest.raises(ValueError, match=words):
         octavo.convert(make("llama"), **options)

@@ -92,6 +92,13 @@ def test_selective_computes_fewer_gemms_again():
     assert counts["none"] < counts["selective"] < counts["full"]
 
 
+def test_selective_checkpoints_each_block_whose_mlp_is_not_fused():
+    model = build(LLAMA)
+    convert(model, skip=["model.layers.0.mlp.*"])
+    prepare_blocks(model, Config.from_dict({"activation_checkpointing": {"mode": "selective"}}))
+    assert [hasattr(block, "activation_checkpointing") for block in find_blocks(model)] == [True, False]
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
 @pytest.mark.parametrize("name", ["llama", "mixture"])
 def test_selective_checkpointing_is_watched(name, recipe):

@@ -171,11 +171,6 @@ def convert(
     forward = None if batch is None else trace_forward(model, batch)
     if recipe.fusable:
         fuse_blocks(model)
-    if recompute and not (recipe.fusable and (experts or any(isinstance(m, FusedMLP) for m in model.modules()))):
-        raise ValueError(
-            f"recompute=True takes a recipe and a model whose MLPs or experts run fused, as Llama by 'rowwise'; got "
-            f"{recipe.name} and {type(model).__name__}: leave it out, or take torch.utils.checkpoint"
-        )
     of_linears = _rows(linears) if forward is None else skip_uncalled(model, _rows(linears), forward)
     rows, speedup_source = follow_attention((*of_linears, *_rows(products)), products), ""
     if only_if_faster:
@@ -187,12 +182,18 @@ def convert(
     chosen = {row.name for row in (*rows, *stacks) if not row.reason}
     for layer in (*products, *linears, *layers):
         _change(layer, recipe, chosen)
+    if not recompute_hidden(model, recompute) and recompute and not only_if_faster:
+        for layer in (*products, *linears, *layers):
+            _change(layer, recipe, set())
+        raise ValueError(
+            "recompute=True takes a recipe and a model whose MLPs or experts run fused, as Llama by 'rowwise'; got "
+            f"{recipe.name}, {type(model).__name__} and skip={list(skip)}: leave it out, or take torch.utils.checkpoint"
+        )
     if attention == "fp8":
         use_fp8_attention(model, device=device)  # which marks the inputs too
     else:
         mark_saved_inputs(model)
     leave_fast_paths(model)
-    recompute_hidden(model, recompute)
     if loss is not None:
         join_loss(*loss, head)
     coverage = find_coverage(model, chosen if recipe.quantized else (), forward)
@@ -205,13 +206,15 @@ def convert(
 def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
     """Let the MLPs and experts of a converted model that run fused save the outputs of gate and up, or compute them
     again in the backward pass. False if none runs fused."""
-    modules: list[Any] = [m for m in model.modules() if isinstance(m, FusedMLP) and m.cached_weights() is not None]
-    modules += (m for m in model.modules() if isinstance(m, Experts) and m.recipe is not None and m.recipe.fusable)
-    for module in modules:
-        vars(module).pop("recompute", None)
-        if recompute:
-            module.recompute = True
-    return bool(modules)
+    found = False
+    for module in model.modules():
+        if isinstance(module, FusedMLP | Experts):
+            vars(module).pop("recompute", None)
+            fused = module.cached_weights() if isinstance(module, FusedMLP) else getattr(module.recipe, "fusable", None)
+            found = found or fused is not None
+            if recompute and fused is not None:
+                module.recompute = True
+    return found
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
@@ -367,7 +370,8 @@ def restore_experts(module: Any) -> bool:
     """Undo the conversion of a module of experts, and return whether `module` was one."""
     if not isinstance(module, Experts | GroupedLinear) or module.recipe is None:
         return False
-    del module.recipe, module.name
+    for name in ("recipe", "name", "recompute"):
+        vars(module).pop(name, None)
     theirs = parts_of(type(module))[1:]
     if theirs and "parallel" not in vars(module):  # their own code cannot compute the part of a rank
         (module.__class__,) = theirs

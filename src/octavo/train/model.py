@@ -376,16 +376,16 @@ def blocks_gathered_together(model: nn.Module) -> list[list[nn.Module]]:
 def prepare_blocks(model: nn.Module, config: Config) -> None:
     """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
     mode = config.activation_checkpointing.mode
-    if mode == "selective" and recompute_hidden(model):
-        mode = "none"
-    if mode != "none":
+    blocks: list[Any] = [] if mode == "none" else list(find_blocks(model))
+    if mode == "selective":
+        blocks = [block for block in blocks if not recompute_hidden(block)]
+    if blocks:
         # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is one,
         # past the hooks of checkpointing. The other backends plan both passes in one graph.
         saves = config.compile.blocks and config.compile.backend == "eager"
         required = "a compile.backend that computes converted layers again, and does not save their tensors"
         remedy = "give --compile.backend aot_eager or inductor, --no-compile.blocks, or mode none"
         refuse(config, ("activation_checkpointing.mode", saves, required, "compile.backend eager", remedy))
-        blocks: Any = find_blocks(model)
         contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
         if mode == "full" and config.compile.blocks:
             contexts = {"context_fn": _nothing}
