@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from octavo.checkpoint.folder import BUILT_IN_MODELS
 from octavo.train.config import SIZES
 
 SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"
@@ -32,9 +31,9 @@ def one_thread():
 
 
 def tiny(base, changes):
-    """The settings `base` with `changes`. If these name the folder of a model, the sizes of `base` are left out."""
-    drawn = changes.get("model", "llama") in BUILT_IN_MODELS
-    return {key: value for key, value in base.items() if drawn or key not in SIZES} | changes
+    """The settings `base` with `changes`, without the sizes that the model does not read: those of a folder, all."""
+    unread = {"llama": (), "mixture": (), "gpt2": ("kv_heads", "mlp_width")}.get(changes.get("model", "llama"), SIZES)
+    return {key: value for key, value in base.items() if key not in unread} | changes
 
 
 def write_text(tmp_path_factory, lines):
