@@ -107,7 +107,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def copy_of(packed: dict[str, Any], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a packed folder, to be changed."""
     return lambda name: shutil.copytree(packed[name].packed, tmp_path / name)
 
 

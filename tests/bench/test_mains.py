@@ -48,7 +48,6 @@ BLOCKS = replace(SMALL, vocabulary=8, context=16)
 
 @pytest.fixture(autouse=True)
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that stands for bench/results."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     return tmp_path
 

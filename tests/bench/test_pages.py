@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def words(plot: Path) -> list[str]:
-    """The text in a plot."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", plot.read_text())
 
 

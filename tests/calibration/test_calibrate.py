@@ -149,7 +149,6 @@ def test_the_result_is_read_back(llama, tmp_path, data):
 
 
 def before_blocks(monkeypatch, note):
-    """Call `note(parts, index)` before a block runs."""
     real = block_by_block.BlockModel.run_part
 
     def run_part(self, part, *args):
@@ -327,7 +326,6 @@ def test_a_damaged_result_is_refused(damage, tmp_path, result):
 
 
 def as_folder(run: Path, out: Path) -> Path:
-    """The model of a run as a Hugging Face folder."""
     shutil.copytree(run / "model", out)
     shutil.copy(run / "step-00000007" / "model.safetensors", out)
     return out

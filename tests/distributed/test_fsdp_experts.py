@@ -61,7 +61,6 @@ def model_of(experts, count=2, width=32, mlp_width=16, recipe="rowwise"):
 
 
 def stacks_of(model: nn.Sequential) -> list[str]:
-    """The names of the stacks of all blocks."""
     return [f"{name}.{module}.{leaf}" for name, _ in model.named_children() for module, leaf in Block.stacks]
 
 

@@ -44,13 +44,11 @@ def is_fresh(model: Block, *skip: str) -> bool:
 
 
 def caches(model: nn.Module):
-    """The caches of the modules, by name."""
     owned = {name: getattr(module, "weight_cache", None) for name, module in model.named_modules()}
     return {name: cache for name, cache in owned.items() if cache is not None}
 
 
 def cached_modules(model: nn.Module) -> list[str]:
-    """The modules that hold quantized weights now."""
     return [name for name, cache in caches(model).items() if cache.q is not None]
 
 

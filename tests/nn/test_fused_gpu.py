@@ -32,7 +32,6 @@ def on_gpu(build) -> oracle.Block:
 
 
 def inputs(t: int = T) -> tuple[Tensor, Tensor]:
-    """x and residual."""
     return oracle.tokens(t, K, torch.bfloat16, "cuda"), oracle.tokens(t, K, torch.bfloat16, "cuda")
 
 

@@ -38,7 +38,6 @@ def piped(monkeypatch):
 
 
 def greedy(folder, prompt: str) -> list[int]:
-    """The tokens of transformers' own loop."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     ids = torch.tensor([list(prompt.encode())])
     out = model.generate(ids, max_new_tokens=7, do_sample=False, attention_mask=torch.ones_like(ids))

@@ -20,7 +20,6 @@ Function = tuple[str, str]  # its module and its name
 
 
 def defined(module: str) -> dict[str, ast.FunctionDef]:
-    """The functions of a module that Triton compiles."""
     functions = (node for node in SOURCES[module].body if isinstance(node, ast.FunctionDef))
     return {f.name: f for f in functions if "triton.jit" in map(ast.unparse, f.decorator_list)}
 
@@ -37,7 +36,6 @@ def imported(module: str) -> dict[str, Function]:
 
 
 def reached(function: Function) -> set[Function]:
-    """A function and those that it calls, directly or not."""
     module, name = function
     used = {node.id for node in ast.walk(defined(module)[name]) if isinstance(node, ast.Name)}
     called = {(module, other) for other in defined(module)} | set(imported(module).values())

@@ -52,7 +52,6 @@ def pytorchs(a, b, bias=None, dtype=torch.bfloat16, fast=False):
 
 
 def ours(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, tiling=(), residual=None) -> torch.Tensor:
-    """A kernel of ours."""
     from octavo.ops.kernels import block_scaled_gemm, gemm  # import Triton, which a CPU build of PyTorch does not have
 
     poison()

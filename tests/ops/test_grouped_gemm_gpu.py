@@ -184,7 +184,6 @@ def test_worst_row_and_gradients_of_each_tiling(tile, fast):
 
 
 def gradient(h, scale, x_t, offsets, dtype, fast, tiling=None):
-    """By our kernel."""
     from octavo.ops.kernels import grouped_gemm as kernel
 
     poison()

@@ -117,7 +117,6 @@ CALL = (Cast().spec, None, None, None, 1)
 
 
 def dispatched(call, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether `call` reaches the registered operation."""
     reached = []
     overload = _quantize.overload
 

@@ -13,7 +13,6 @@ def bits(t: Tensor) -> Tensor:
 
 
 def tensors_of(result) -> list[Tensor]:
-    """All tensors of the result of an operation."""
     parts = [[x.data, x.scale.contiguous()] if isinstance(x, QTensor) else x for x in tree_leaves(result)]
     return [t for t in tree_leaves(parts) if isinstance(t, Tensor)]
 
@@ -33,5 +32,4 @@ def assert_same_numbers(actual: Tensor, expected: Tensor, *, nan: bool = True) -
 
 
 def on_gpu(values) -> tuple:
-    """The values, tensors among them moved to the GPU."""
     return tuple(v.cuda() if isinstance(v, Tensor) else v for v in values)

@@ -39,5 +39,4 @@ def log_uniform(n: int, low: float, high: float, dtype: torch.dtype = torch.floa
 
 
 def code_of(values: list[float], name: str) -> list[int]:
-    """The codes that `encode` gives to Python numbers."""
     return encode(torch.tensor(values, dtype=torch.float64), FORMATS[name]).tolist()

@@ -72,8 +72,6 @@ class NormThenMLP(nn.Module):
 
 
 def owning(kind: type[GELU] | type[GEGLU], width: int, mlp_width: int, bias: bool) -> FusedMLP:
-    """A module of this kind that owns its layers."""
-
     class Own(kind):
         def __init__(self) -> None:
             super().__init__(self, "fc1", "fc2")
@@ -87,7 +85,6 @@ Block = NormThenLinears | NormThenMLP
 
 
 def mlp_layers(mlp: FusedMLP) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the layers before and after the activation."""
     return (("gate_proj", "up_proj"), ("down_proj",)) if isinstance(mlp, SwiGLU) else (("fc1",), ("fc2",))
 
 

@@ -50,7 +50,6 @@ def replayed(call) -> torch.Tensor:
 
 @contextmanager
 def no_waits():
-    """Raise an error if the host waits for the device."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
         torch.cuda.set_sync_debug_mode("error")

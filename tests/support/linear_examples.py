@@ -18,7 +18,6 @@ def without_chance(name: str) -> Recipe:
 
 
 def converted_model(model, *recipe, **options):
-    """The model that is given, converted."""
     octavo.convert(model, *recipe, **options)
     return model
 

@@ -27,7 +27,6 @@ def operations(call) -> Counter[str]:
 
 
 def saved_tensors(call) -> list[torch.Tensor]:
-    """The tensors that a call saves for the backward pass."""
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         call()
@@ -68,7 +67,6 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """Bytes that are alive."""
         self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
         return sum(size for _, size in self.alive.values())
 

@@ -110,7 +110,6 @@ def routing(m: int) -> tuple[Tensor, ...]:
 
 
 def products(x: Tensor) -> Iterator[Example]:
-    """GEMMs and statistics of x."""
     m, k = x.shape
     q, w = quantize(x, Cast()), quantize(matrix((24, k), torch.bfloat16), Cast())
     a, b = quantize(x, INT8), quantize(w.dequantize(), INT8)

@@ -135,7 +135,6 @@ BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", 
 
 
 def group(weights: dict, inputs: dict) -> dict:
-    """The config_groups of compressed-tensors."""
     described = {"targets": ["Linear"], "weights": _BITS | weights, "input_activations": _BITS | inputs}
     return {"group_0": described | {"output_activations": None}}
 

@@ -85,7 +85,6 @@ def load_float32(folder: Path) -> nn.Module:
 
 @contextmanager
 def small_shards(size: int):
-    """In this block, files of tensors hold at most `size` bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("octavo.checkpoint.files.SHARD_BYTES", size)
         yield

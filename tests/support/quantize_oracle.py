@@ -31,7 +31,6 @@ SHAPES = [(1, 1), (3, 5), (17, 130), (129, 257), (0, 7), (5, 0), (0, 0)]
 
 
 def name_of(cast: Cast) -> str:
-    """What a test calls this cast."""
     parts = [cast.format, cast.granularity.name, cast.scale]
     return "-".join(parts + (["floor"] if cast.relative_floor else []) + (["history"] if cast.history else []))
 
@@ -74,13 +73,11 @@ def inverse(scale: np.ndarray, cast: Cast, shape: tuple[int, int]) -> np.ndarray
 
 
 def expanded(scale: np.ndarray, cast: Cast, shape: tuple[int, int]) -> np.ndarray:
-    """The scale of each element of [M, K]."""
     r, c = block_sizes(cast, shape)
     return scale.repeat(r, 0).repeat(c, 1)[: shape[0], : shape[1]]
 
 
 def oracle(x: np.ndarray, cast: Cast) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of `x`."""
     scale = oracle_scale(x, cast)
     if cast.format == "e2m1":  # held in e4m3
         numbers = (x / expanded(scale, cast, x.shape)).astype(ML_DTYPES["e2m1"]).astype(KINDS["e4m3"])

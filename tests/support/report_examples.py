@@ -60,7 +60,6 @@ def layer_records_of(steps: np.ndarray, layers: int) -> np.ndarray:
 
 
 def watched_of(layers: int, steps: np.ndarray) -> Watched:
-    """A watch in memory."""
     return Watched(1, layers_of(layers), operands_of(steps, layers), layer_records_of(steps, layers), [])
 
 

@@ -213,5 +213,4 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def same_bytes(a: Path, b: Path) -> bool:
-    """True if two folders hold the same tensors."""
     return same_bits(*(load_file(folder / "model.safetensors") for folder in (a, b)))

@@ -18,7 +18,6 @@ def run_verify(packed: Path, model: Path, **options):
 
 
 def change_json(path: Path, change) -> None:
-    """Let `change` edit a JSON file, if it is there."""
     if path.is_file():
         content = json.loads(path.read_text())
         change(content)

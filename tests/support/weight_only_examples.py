@@ -36,7 +36,6 @@ def grouped_operands(cast, sizes, k, n, dtype=torch.bfloat16):
 
 
 def assert_close_in_groups(y: Tensor, x: Tensor, w: QTensor, sizes: list[int], *, rounded_weight: bool = False) -> None:
-    """`assert_close` for each group of rows."""
     for e, rows in enumerate(rows_of(sizes)):
         if sizes[e]:
             matrix = QTensor(w.data[e], w.scale[e], w.format, w.granularity)

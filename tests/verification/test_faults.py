@@ -183,7 +183,6 @@ def index(change: Callable[[dict[str, str]], Any]) -> Damage:
 
 
 def removed(name: str) -> Damage:
-    """The first file whose name matches is removed."""
     return lambda folder, model: min(folder.glob(name)).unlink()
 
 
