@@ -60,9 +60,6 @@ def _processor() -> str:
     return f"{name} ({', '.join(units)})"
 
 
-# ---- The sizes that are measured.
-
-
 class Cell(NamedTuple):
     """One size: `batch` prompts of `prompt` tokens each."""
 
@@ -100,9 +97,6 @@ class Grid:
         """Random tokens, int64 [batch, prompt]; the same ones in each call."""
         drawn = torch.Generator().manual_seed(0)
         return torch.randint(vocabulary, (cell.batch, cell.prompt), generator=drawn).to(device)
-
-
-# ---- Timing one way to generate.
 
 
 @dataclass

@@ -266,9 +266,6 @@ def choose_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-# ---- The function by which long work reports its progress.
-
-
 Progress = Callable[[int, int, str], None]
 """progress(done, total, doing): `done` of `total` pieces are done of the work that `doing` names, such as "packing"."""
 

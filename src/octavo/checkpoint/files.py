@@ -195,7 +195,6 @@ class ShardReader:
         return data.view(spec.dtype).view(spec.shape)
 
     def _map_file(self, path: Path, size: int) -> Any:
-        """The storage of the first bytes of a file."""
         if _stamp(path) != self._stamps[path]:
             raise ArtifactError(
                 f"{path} was removed or changed while it was read. If it belongs to a run that still trains, the run "
@@ -238,7 +237,6 @@ def read_all(
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """The size and the time of a file; (-1, -1) if there is none."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -65,9 +65,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.communicate()
 
 
-# ---- The process.
-
-
 def _serve() -> None:
     import resource  # Windows, which imports this file too, has no such module
 

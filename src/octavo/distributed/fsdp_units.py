@@ -66,7 +66,6 @@ def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """The groups of parameters that are gathered together, in the order of their first modules."""
     groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in _groups_of(module)]
     return list({id(group): group for group in groups}.values())
 

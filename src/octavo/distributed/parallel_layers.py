@@ -219,6 +219,5 @@ def _fusable(layer: Any) -> FusableRecipe | None:
 
 
 def _compute(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """y of this rank's part of a layer, by its recipe if it was converted."""
     w = _local(layer.weight)
     return layer.compute(x, w, bias, layer.quantized_weight(w)) if isinstance(layer, Linear) else F.linear(x, w, bias)

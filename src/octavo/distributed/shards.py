@@ -233,10 +233,8 @@ class WeightStack:
 
 
 def _as_words(t: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as 8-byte words, or as bytes where it does not divide into words.
-
-    A copy of words is about twice as fast as one of bytes.
-    """
+    """The memory of a contiguous tensor as 8-byte words, or as bytes where it does not divide into words. A copy of
+    words is about twice as fast as one of bytes."""
     data = t.view(-1).view(torch.uint8)
     aligned = data.numel() % 8 == 0 and data.storage_offset() % 8 == 0
     return data.view(torch.int64) if aligned else data
@@ -366,7 +364,6 @@ class ShardGroup:
 
 
 def _hand_out(data: Tensor, weights: Sequence[ShardedWeight]) -> None:
-    """Give each weight its rows of the bytes `data`, in which they lie one after the other."""
     parts = torch.split(data.view(torch.uint8), [weight.unit.shard_rows for weight in weights])
     for weight, part in zip(weights, parts, strict=True):
         weight.data = part

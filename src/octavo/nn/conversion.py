@@ -512,9 +512,6 @@ def _undo_torchao(module: Any) -> bool:
     return True
 
 
-# ---- FP8 off for a block of code.
-
-
 @contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:
     """Compute `model` in its high precision while the block lasts.

@@ -196,9 +196,6 @@ def _rank(kind: str) -> int:
     return {_COMPUTED: 0, _EMBEDDING: 2, _OTHER: 3}.get(kind, 1)
 
 
-# ---- The report.
-
-
 @dataclass(frozen=True)
 class Row:
     """One linear layer, convolution, weight of attention, or stack of the matrices of experts, in a conversion."""

@@ -200,8 +200,7 @@ class _Experts(torch.autograd.Function):
             token = slot // row.shape[1]
             if torch.compiler.is_compiling():  # an index that follows from dout: otherwise n_q would be saved
                 token = token + (g.data.view(torch.uint8)[:, 0] & 0)
-            n_q = rows_of(x_q, token)  # [M,K]
-            u = multiply(call, recipe.y, n_q, transposed_again(in_t, s_in), offsets)
+            u = multiply(call, recipe.y, rows_of(x_q, token), transposed_again(in_t, s_in), offsets)
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T

@@ -391,9 +391,6 @@ def stack_gradients(dw: Tensor, db: Tensor, weights: Sequence[Tensor], dtypes: B
     return None, None, *dw.split_with_sizes(sizes), *biases
 
 
-# ---- The function.
-
-
 def run_fused(
     x: Tensor,
     residual: Tensor | None,
@@ -486,8 +483,9 @@ class _Fused(torch.autograd.Function):
             w_t = weight_transposed(weights, w_data, s_in, recipe.w, dy)
             n_q = QTensor(n_data, s_own, recipe.x.fmt, recipe.x.granularity)
             # Transposed again, these bytes follow from dy. By those of the forward pass compiled code would save u.
-            w_in = QTensor(ops.transpose(w_t.data), s_in, recipe.w.fmt, recipe.w.granularity)
-            _, kept[0] = exchange.y(exchange.send_x(n_q), w_in, bias, call)  # u
+            again = exchange.send_x(n_q), QTensor(ops.transpose(w_t.data), s_in, w_t.format, w_t.granularity)
+            _, kept[0] = exchange.y(*again, bias, call)  # u
+            del again
             add(kept[0], read, b)
         if ctx.activation:
             g, db, pair_out, outer = _activation_backward(ctx, dy, kept, s_n, s_in, sizes)

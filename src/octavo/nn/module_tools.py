@@ -120,7 +120,6 @@ def check_width(layer: Any, x: Tensor, weight: Sequence[int]) -> None:
 
 
 def _named(layer: Any) -> str:
-    """The layer in a message. One that is the whole model has no name."""
     return f"the layer {layer.name!r}" if layer.name else f"a {type(layer).__name__}"
 
 

@@ -71,7 +71,6 @@ def _kinds(cls: type) -> dict[str, Any]:
 
 
 def _made(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
-    """`make(**arguments)`. A ValueError names the field `where`."""
     try:
         return make(**arguments)
     except ValueError as error:

@@ -172,9 +172,6 @@ def widened(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return data.to(dtype) if scale is None else data.float().mul_(scale.view(-1, 1, 1)).to(dtype)
 
 
-# ---- The registered operations.
-
-
 def check_cache(cache: Cache) -> None:
     """Raise ValueError unless these are the tensors of a cache, as `cached_attention` describes them."""
     keys, values, k_scale, v_scale, length = cache

@@ -152,7 +152,6 @@ def _scores(q: Tensor, k: Tensor, factor: Tensor) -> Tensor:
 
 
 def _of_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values, widened and repeated for each head of q."""
     return widen(x).repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
@@ -162,7 +161,6 @@ def _of_keys(x: Tensor, shared: int) -> Tensor:
 
 
 def _rounded(x: Tensor, scale: Tensor | float) -> Tensor:
-    """x, rounded to a number of E4M3 times the scale."""
     return widen(cast(x / scale, E4M3)) * scale
 
 
@@ -249,7 +247,6 @@ def _fp8_attention_backward(
 
 
 def _runs_cudnn(q: Tensor) -> bool:
-    """True if cuDNN runs the operation: on a GPU; a RuntimeError on a GPU without it."""
     if q.device.type == "cpu":
         return False
     if limit := fp8_attention_limit(q.device, q.shape[3], training=True):

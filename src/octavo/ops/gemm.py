@@ -157,9 +157,7 @@ def _backend(operands: Operands) -> Backend:  # chosen within the operation, so 
 
 def _inlines(operands: Operands, *rest: Any) -> bool:
     """True if Inductor may inline the GEMM: not emulation, and of those with scales along K only our kernel's launches.
-
-    The fake implementation of cuBLASLt's in torch 2.11 refuses the scales that the GEMMs need.
-    """
+    The fake implementation of cuBLASLt's in torch 2.11 refuses the scales that the GEMMs need."""
     backend, by_row = _backend(operands).name, operands.by_a.outer
     if backend == "triton" and not by_row:
         return operands.scale_a.dtype == torch.float32 and operands.a.shape[1] % ALIGNMENT == 0

@@ -66,7 +66,6 @@ def _runs(operands: Operands, *_: Any) -> bool:
 
 
 def _inlines(operands: Operands, *_: Any) -> bool:
-    """True if the kernel makes the sums too."""
     if not _runs(operands):
         return False
     from octavo.ops.kernels import int8_gemm as kernel

@@ -109,7 +109,6 @@ class Operation(Generic[Result]):
         return self._results(args, plain=True) if _is_plain(self._values(args)) else self.overload(*args)
 
     def _values(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments one by one."""
         return (*args[0], *args[1:]) if self._stacked else args
 
     def _results(self, args: Sequence[Any], plain: bool) -> Any:
@@ -170,7 +169,6 @@ class Operation(Generic[Result]):
         return given
 
     def _read(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments of the function, from those of the schema."""
         given = list(args[:-1] if self.after else args)
         for i, read in self._readers:
             given[i] = read(given[i])
@@ -348,9 +346,7 @@ def register_lowerings() -> None:
 
 def _lower_random(call: Function, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Lower an operation that draws random numbers, and that the backward pass computes again with the same state.
-
-    Attention is among these, even if it drops nothing. Restoring the state takes 80 µs of the host's time a call.
-    """
+    Attention is among these, even if it drops nothing. Restoring the state takes 80 µs of the host's time a call."""
     from torch._inductor.lowering import lowerings
 
     if draws_numbers(op, args, kwargs):
@@ -366,10 +362,8 @@ def draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def _place(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
-    """The arguments of an operation, in memory and with the strides of the traced ones.
-
-    An argument that several operations take, such as a scale of ones, is thus computed once, and not for each of them.
-    """
+    """The arguments of an operation, in memory and with the strides of the traced ones. An argument that several
+    operations take, such as a scale of ones, is thus computed once, and not for each of them."""
     from torch._inductor.lowering import constrain_to_fake_tensors
 
     fake_args, fake_kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda input_node: input_node.meta["val"])
@@ -427,10 +421,8 @@ def _trace(function: Function, leaves: list[Any], where: list[int], spec: Any) -
 
 @contextmanager
 def _analyses_cached() -> Iterator[None]:
-    """Inside, PyTorch finds out once a kernel which arguments it reads and writes, and not twice at each launch.
-
-    For that it translates the kernel to Triton's intermediate representation, which takes some 20 ms.
-    """
+    """Inside, PyTorch finds out once a kernel which arguments it reads and writes, and not twice at each launch. For
+    that it translates the kernel to Triton's intermediate representation, which takes some 20 ms."""
     from torch._higher_order_ops import triton_kernel_wrap
 
     names = ("identify_mutated_tensors", "identify_accessed_tensors")  # of the function until torch 2.12, and from then

@@ -241,7 +241,6 @@ class FoldJob:
 
     @property
     def _width(self) -> int:
-        """That of the residual stream."""
         return int(self.source.config["hidden_size"])
 
     @property

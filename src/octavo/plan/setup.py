@@ -96,9 +96,6 @@ def known_states() -> dict[str, States]:
     return others | own
 
 
-# ---- The setup.
-
-
 MOST_GPUS = 1_000_000
 
 

@@ -433,7 +433,6 @@ class Config:
 
 
 def _tables_of(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Config` from values by name: those of a table become its dataclass."""
     tables: dict[str, Any] = {each.name: type(each.default) for each in fields(Config) if is_dataclass(each.default)}
     return {name: tables[name](**value) if name in tables else value for name, value in nest(flat).items()}
 

@@ -82,7 +82,6 @@ def _formula(kind: str) -> dict[str, bool]:
 
 
 def _block_f(f: int, longest: int) -> int:
-    """The columns that a program computes at a time, of a row of `f`."""
     return min(max(power_of_two_above(f), 16), longest)
 
 
@@ -182,7 +181,6 @@ def _store_h(scaled, h_data_ptr, m, offs, F):
 
 @triton.jit
 def _scaled(d0, d1, column_scale_ptr, factor, offs, F, GATED: tl.constexpr):
-    """The gradients multiplied by their factors, and the bits of their amax."""
     d0 = d0 * tl.load(column_scale_ptr + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
     largest = magnitude_bits(d0)
     if GATED:

@@ -112,10 +112,8 @@ def _bytes(group: int, groups: int, block_n: int, block_m: int) -> int:
 
 
 def _aligned(data: Tensor) -> Tensor:
-    """The contiguous operand, with zeros at the end of its rows where these are no multiple of a load's 16 bytes.
-
-    A group has a multiple of 16 elements, so the number of groups stays.
-    """
+    """The contiguous operand, with zeros at the end of its rows where these are no multiple of a load's 16 bytes. A
+    group has a multiple of 16 elements, so the number of groups stays."""
     missing = -data.shape[1] % ALIGNMENT
     return (F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data).contiguous()
 

@@ -133,18 +133,13 @@ def _layout(b: Tensor) -> tuple[int, int]:
 
 
 def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
-    """The tiling for so many rows of the right operand on `device`."""
+    """The tiling for so many rows of the right operand on `device`. A step takes DEPTH bytes a row in shared memory."""
     left, right, warps, memory = 128, 128, 8, shared_memory(device)
     if rows <= SMALL_M:
         left, right, warps = 64, max(16, power_of_two_above(rows)), 4
-    elif fast and memory >= 3 * _bytes(128, 256):  # promoted sums need a second set of registers
+    elif fast and memory >= 3 * DEPTH * (128 + 256):  # promoted sums need a second set of registers
         left, right = (128, 256) if rows >= LARGE else (256, 128)
-    return Tiling(left, right, 1, min(4, memory // _bytes(left, right)), warps)
-
-
-def _bytes(left: int, right: int) -> int:
-    """Bytes of a step in shared memory."""
-    return DEPTH * (left + right)
+    return Tiling(left, right, 1, min(4, memory // (DEPTH * (left + right))), warps)
 
 
 @triton.jit

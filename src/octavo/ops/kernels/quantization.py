@@ -123,7 +123,6 @@ def _find(tile, M, second_M, third_M, first_row, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _after(tile, matrix, M, next_M, first_row, BLOCK_M: tl.constexpr):
-    """The next matrix, if the tile lies behind this one."""
     tiles = tl.cdiv(M, BLOCK_M)
     behind = tile >= tiles
     first_row, M = tl.where(behind, first_row + M, first_row), tl.where(behind, next_M, M)
