@@ -179,7 +179,7 @@ def test_the_input_of_the_activation_is_computed_again_to_the_same_bits(build, k
     residual = None if kind == "none" else oracle.tokens(33)
     expected = oracle.run(block, block, x, residual)
     block.zero_grad()
-    assert "gate and up recomputed" in octavo.convert(block, recompute=True).fused["mlp"]
+    assert "hidden input recomputed" in octavo.convert(block, recompute=True).fused["mlp"]
     oracle.check_equal(expected, oracle.run(block, block, x, residual))
     saved, parameters = saved_tensors(lambda: block(x, residual)), {p.data_ptr() for p in block.parameters()}
     large = [t for t in saved if t.data_ptr() not in parameters and t.shape[-1] != 1 and t.ndim > 1]

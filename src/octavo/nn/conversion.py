@@ -250,7 +250,7 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
             fused[name] = f"attention in FP8, of {scales.shortest:,} tokens and more"
         elif isinstance(module, FusedModule) and module.cached_weights() is not None:
             of_norm = f"{type(module.norm).__name__} + {module.extra_repr()}" if isinstance(module, NormLinear) else ""
-            fused[name] = of_norm or f"{module.activation} MLP{', gate and up recomputed' if module.recompute else ''}"
+            fused[name] = of_norm or f"{module.activation} MLP{', hidden input recomputed' if module.recompute else ''}"
     return fused
 
 
