@@ -125,6 +125,7 @@ def test_bad_command_line(overrides, essentials):
         ("--vocabulary 5000", "vocabulary 5000 requires tokenizer bpe; got tokenizer bytes: give --tokenizer bpe"),
         ("--no-bias", "bias False requires the model gpt2; got model llama: give --model gpt2"),
         ("--disturb 0.1", r"disturb 0.1 requires a branch; got none: give --branch RUN/step-N"),
+        ("--watch.interval 0 --watch.rows 3", "rows 3 requires watch.interval above 0; got 0: give --watch.interval"),
         ("--watch.rollbacks 5", "rollbacks 5 requires watch.on_spike rollback; got log: give --watch.on-spike"),
         ("--attention.shortest 9", "shortest 9 requires attention.precision fp8; got bf16: give --attention.precision"),
         ("--parallel.async-tp", "async_tp True requires parallel.tp above 1; got 1: give --parallel.tp 2"),

@@ -549,6 +549,7 @@ def check_effects(config: Config, processes: int, tp: int, shares: int, given: C
          "tokenizer bpe", f"tokenizer {config.tokenizer}", "give --tokenizer bpe"),
         ("bias", model != "gpt2", "the model gpt2", f"model {model}", "give --model gpt2"),
         ("disturb", not config.branch, "a branch", "none", "give --branch RUN/step-N"),
+        ("watch.rows", not config.watch.interval, "watch.interval above 0", "0", "give --watch.interval 100"),
         ("watch.rollbacks", config.watch.on_spike == "log", "watch.on_spike rollback", "log",
          "give --watch.on-spike rollback"),
         ("attention.shortest", config.attention.precision == "bf16", "attention.precision fp8", "bf16",
