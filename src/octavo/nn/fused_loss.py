@@ -545,10 +545,12 @@ def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
             f"({error}): leave fuse_loss out"
         ) from error
     if head is None:
+        changed, remedy = "whose forward or loss was replaced", "convert a new model before others change it, or "
+        found, remedy = (changed, remedy) if replaced else ("whose loss or logits are computed in another way", "")
         raise ValueError(
             "fuse_loss=True requires a causal model with the forward and the loss of its class, whose logits are the "
-            f"outputs of a linear layer without bias, scaled or capped; {type(owner).__name__} computes them in "
-            "another way: convert a new model before others change it, or leave fuse_loss out"
+            f"outputs of a linear layer without bias, scaled or capped; got {type(owner).__name__}, {found}: {remedy}"
+            "leave fuse_loss out"
         )
     return owner, head
 
