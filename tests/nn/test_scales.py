@@ -57,7 +57,8 @@ def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
 def train_copy(rank: int) -> float:
     model, linear = make()
     copy = nn.parallel.DistributedDataParallel(model)
-    copy(torch.full((4, 32), 1.0 + 8 * rank)).sum().backward()
+    for size in (1.0 + 8 * rank, 2.0):
+        copy(torch.full((4, 32), size)).sum().backward()  # without no_sync, DDP broadcasts buffers before it
     octavo.scales.update_scales(torch.compile(copy))
     return float(linear.histories["x"].recent[0])
 
@@ -115,11 +116,11 @@ def test_state_round_trips_and_is_checked() -> None:
         octavo.scales.load_scale_state(make(History(length=5))[0], state)
 
 
-def test_a_cast_of_the_model_leaves_the_scales_as_they_are() -> None:
+def test_a_cast_and_another_conversion_of_the_model_leave_the_scales_as_they_are() -> None:
     model, layer = make()
     step(model, 3.0)
     before = octavo.scales.scale_state(model)
-    model.bfloat16()
+    octavo.convert(model.bfloat16(), "delayed")
     after = octavo.scales.scale_state(model)
     assert {name: t.dtype for name, t in after.items()} == {name: t.dtype for name, t in before.items()}
     assert all(torch.equal(after[name], t) for name, t in before.items())

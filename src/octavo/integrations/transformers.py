@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
@@ -34,7 +35,7 @@ class ScaleUpdates(TrainerCallback):  # type: ignore[misc]
             warnings.warn(f"{path} is missing: the scale histories of the run begin anew", stacklevel=2)
 
     def on_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-        update_scales(model)
+        update_scales(model, group=dist.group.WORLD)  # None in one process; each rank has a copy, and DDP around it
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, model: Any, **__: Any) -> None:
         if state.is_world_process_zero and (scales := scale_state(model)):

@@ -23,6 +23,7 @@ from octavo.nn.attention_layers import (
     use_fp8_attention,
 )
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
+from octavo.nn.delayed import keep_amax_of_ranks
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossEmbedding, LossHead, LossModel, find_loss, join_loss
 from octavo.nn.fused_modules import (
@@ -78,7 +79,8 @@ def convert(
 
     Parameters and `state_dict` stay as they are. A layer changes its class, not its identity: hooks, tied parameters
     and references to it keep working. `octavo.restore` undoes the conversion. A layer that an earlier conversion
-    changed, and that this one skips, is restored.
+    changed, and that this one skips, is restored. One that has this recipe already keeps its scale histories, and those
+    that are frozen; `octavo.restore` deletes them.
 
     The `Conv1D` of transformers' GPT-2 is converted too: it is a linear layer whose weight is stored transposed. With a
     fusable recipe (`rowwise`), `NormLinear`, `SwiGLU`, `GELU` and `GEGLU` quantize in the pass that computes the norm
@@ -189,6 +191,7 @@ def convert(
             "recompute=True takes a recipe and a model whose MLPs or experts run fused, as Llama by 'rowwise'; got "
             f"{recipe.name}, {type(model).__name__} and skip={list(skip)}: leave it out, or take torch.utils.checkpoint"
         )
+    keep_amax_of_ranks(model)
     if attention == "fp8":
         use_fp8_attention(model, device=device)  # which marks the inputs too
     else:
@@ -279,6 +282,9 @@ def _change(layer: SelectedLayer, recipe: Recipe, chosen: set[str]) -> None:
     """Convert a module if all its weights are `chosen`, and restore it otherwise."""
     name, module, _ = layer
     converts = weights_of(name, module).keys() <= chosen
+    if converts and isinstance(module, RecipeLayer) and module.recipe == recipe:
+        module.name = name  # the rest stays: weights cast once, and histories
+        return
     if not restore_experts(module):
         restore_layer(module)
     if converts and _is_experts(module):
@@ -491,7 +497,9 @@ def restore(model: nn.Module) -> list[str]:
     use_bf16_attention(model)
     recompute_hidden(model, False)
     modules = list(model.named_modules())
-    return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _undo_block(m) or _undo_torchao(m)]
+    names = [n for n, m in modules if restore_layer(m) or restore_experts(m) or _undo_block(m) or _undo_torchao(m)]
+    keep_amax_of_ranks(model)
+    return names
 
 
 def _undo_block(module: nn.Module) -> bool:

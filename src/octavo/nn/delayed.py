@@ -81,14 +81,28 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
             yield name, module
 
 
+def keep_amax_of_ranks(model: nn.Module) -> None:
+    """Keep DDP from replacing the amax of each rank by that of rank 0, as it does with buffers before a forward pass.
+
+    It finds the names of buffers to leave out in this attribute of its module, which may be compiled."""
+    known = "_ddp_params_and_buffers_to_ignore"
+    names = {name for name in vars(model).pop(known, ()) if not name.endswith(".pending")}
+    names |= {f"{prefix}{name}.pending" for name, _ in histories(model) for prefix in ("", "_orig_mod.")}
+    if names:
+        setattr(model, known, names)
+
+
 @torch.no_grad()
-def update_scales(model: nn.Module, *, skipped: Tensor | bool | None = None) -> None:
+def update_scales(
+    model: nn.Module, *, skipped: Tensor | bool | None = None, group: dist.ProcessGroup | None = None
+) -> None:
     """Finish a step of delayed scaling: call it after each optimizer step. Does nothing for other recipes.
 
     Where `skipped`, a bool or one on the device [], is True, the step changed no weight: its amax values are dropped.
     Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are reduced over
     all ranks, by one small all-reduce for each dimension of the mesh. Where `model` is or holds the module of
-    `DistributedDataParallel`, they are reduced over its ranks. So every rank must call this.
+    `DistributedDataParallel`, they are reduced over its ranks, and in any case over those of `group`, each with a copy
+    of the model. So every rank must call this.
 
     Raises:
         TypeError: `model` is no module.
@@ -111,7 +125,8 @@ def update_scales(model: nn.Module, *, skipped: Tensor | bool | None = None) -> 
         amax = amax.masked_fill(torch.as_tensor(skipped, device=amax.device), 0)
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
     copies = [m.process_group for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
-    for ranks in (*(group for mesh in meshes for group in mesh.get_all_groups()), *copies):
+    copies += [group] if group is not None else []
+    for ranks in (*(each for mesh in meshes for each in mesh.get_all_groups()), *copies):
         dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
     parts = torch.split(amax, [len(group) for group in groups.values()])
     for group, part in zip(groups.values(), parts, strict=True):
