@@ -334,6 +334,8 @@ def unpack_command(
         raise ValueError(f"--freeze stores scales of inputs, which only the scheme static has; got --scheme {scheme}")
     if freeze is None:
         refuse_unused(command, shared.RUN_OPTIONS, "--freeze")
+    if out.suffix == ".gguf":
+        raise ValueError(f"{out} would be a folder: give OUT, and octavo pack OUT {out} --layout gguf makes the file")
     to_bf16 = freeze is None and layout is None and scheme is None
     layout = layout or shared.LAYOUTS[0]
     with progress("unpacking" if to_bf16 else "converting") as advance:

@@ -87,8 +87,12 @@ def read_files(folder: Path) -> CheckpointFiles:
     for path in sorted(p for p in folder.rglob("*") if p.suffix in PICKLES):
         name = str(path.relative_to(folder))
         files.add_finding("pickle", name, "is a pickle, which can run code, and was not opened: move it elsewhere")
-    for name, tensors in _tensor_files(files).items():
+    named = _tensor_files(files)
+    for name, tensors in named.items():
         _read_header(files, name, tensors)
+    if beside := sorted({path.name for path in folder.glob("*.safetensors")} - named.keys()):
+        why = "is not part of the model, and vLLM reads it where there is no index: move it elsewhere"
+        files.remarks.append(f"{beside[0]} ({len(beside)} such files) {why}")
     return files
 
 
@@ -202,7 +206,10 @@ def check_description(
     """Add what differs from MODEL, in the folder `model`, to `files.findings`. `config` and `model_config` are the
     config.json of both as transformers completes them."""
     # Some programs keep the ids of special tokens in generation_config.json alone.
-    moved = {key for key in model_config if key.endswith("_token_id") and key not in files.config}
+    elsewhere = _read_json(files, "generation_config.json").keys() - files.config.keys()
+    moved = {key for key in elsewhere if key.endswith("_token_id")}
+    lost = [key for key in model_config.keys() - config.keys() - moved if key.endswith("_token_id")]
+    files.remarks += [f"config.json lacks {key}, which MODEL has" for key in sorted(lost)]
     if config.get("tie_word_embeddings") and not model_config.get("tie_word_embeddings"):
         files.add_finding("config", "config.json", "tie_word_embeddings is True, and MODEL has a head of its own")
     for key, ours, theirs in _differences(config, {k: v for k, v in model_config.items() if k not in moved}):

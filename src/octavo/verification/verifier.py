@@ -79,7 +79,8 @@ def verify(
     """
     packed = Path(packed)
     if not packed.is_dir():
-        raise FileNotFoundError(f"there is no folder {packed}: give a packed folder")
+        why = ", since a GGUF file is not checked" if packed.suffix == ".gguf" else ""
+        raise FileNotFoundError(f"there is no folder {packed}: give a packed folder{why}")
     refuse_run(packed)
     device = str(choose_device(device))
     if budgets and not data:
