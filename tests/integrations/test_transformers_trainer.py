@@ -1,13 +1,10 @@
 """The Trainer of Hugging Face transformers, and Accelerate, on converted models."""
 
-import os
-
 import pytest
 import torch
 from bits import bits
 from linear_examples import converted_model
 from operation_counts import operations
-from ranks import run_ranks
 from tiny_models import IDS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -49,21 +46,6 @@ def test_the_trainer_runs_in_fp8_and_saves_the_plain_model(made, tmp_path):
     assert type(opened.model.layers[0].mlp.up_proj) is torch.nn.Linear
     for name, p in model.named_parameters():
         assert torch.equal(bits(p.detach()), bits(opened.get_parameter(name).detach())), name
-
-
-def train_copy(rank, folder, out):
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(number) for name, number in ranks.items()})
-    trainer = make_trainer(converted(folder, "delayed"), out, max_steps=1)
-    layer = trainer.model.model.layers[0].mlp.down_proj
-    layer.register_forward_pre_hook(lambda _, args: (torch.full_like(args[0], 1 + 8 * rank),))
-    trainer.train()
-    return float(layer.histories["x"].recent[0])
-
-
-@pytest.mark.slow
-def test_the_ranks_of_the_trainer_share_the_largest_values(made, tmp_path):
-    assert run_ranks(2, train_copy, made("llama"), tmp_path) == [9.0, 9.0]
 
 
 @pytest.mark.slow

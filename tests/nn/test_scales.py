@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import octavo
+from octavo.integrations.transformers import ScaleUpdates
 from octavo.nn.delayed import ScaleHistory, histories
 from octavo.numerics import TENSOR, Cast, History
 from octavo.numerics.scaling import RULES
@@ -54,17 +55,23 @@ def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
     assert history.recent[:2].tolist() == [5.0, 1.0]
 
 
-def train_copy(rank: int) -> float:
+def ended_by_trainer(model: nn.Module) -> None:
+    ScaleUpdates().on_optimizer_step(model=model)
+
+
+def train_copy(rank: int) -> list[float]:
+    """A step in a loop of one's own, and one as the Trainer of transformers ends it."""
     model, linear = make()
     copy = nn.parallel.DistributedDataParallel(model)
-    for size in (1.0 + 8 * rank, 2.0):
-        copy(torch.full((4, 32), size)).sum().backward()  # without no_sync, DDP broadcasts buffers before it
-    octavo.scales.update_scales(torch.compile(copy))
-    return float(linear.histories["x"].recent[0])
+    for update, given in ((octavo.scales.update_scales, torch.compile(copy)), (ended_by_trainer, model)):
+        for size in (1.0 + 8 * rank, 2.0):
+            copy(torch.full((4, 32), size)).sum().backward()  # without no_sync, DDP broadcasts buffers before it
+        update(given)
+    return linear.histories["x"].recent[:2].tolist()
 
 
 def test_the_copies_of_ddp_share_the_largest_values() -> None:
-    assert run_ranks(2, train_copy) == [9.0, 9.0]
+    assert run_ranks(2, train_copy) == [[9.0, 9.0], [9.0, 9.0]]
 
 
 def test_what_outgrew_the_history_saturates() -> None:

@@ -279,7 +279,7 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
         "config", "generation_config.json", "eos_token_id is 7, MODEL has 0"),
     "no eos": ("channel", lambda *at: (removed("generation_config.json")(*at), in_json(CONFIG, lambda found:
         found.pop("eos_token_id"))(*at)), "config", CONFIG, "eos_token_id is 2, MODEL has 0"),
-    "a file beside the weights": ("shards", written("b.safetensors", b""), "", "", "b.safetensors (1 such files) is"),
+    "a file beside the weights": ("shards", written("b.safetensors", b""), "", "", "b.safetensors is not of the model"),
     "no eos of generation": ("channel", in_json("generation_config.json", lambda found: found.pop("eos_token_id")), "",
         "", "generation_config.json lacks eos_token_id, which MODEL has"),
     "a normalizer": ("channel", in_json("tokenizer.json", lambda found: found.update(normalizer={"type": "Strip"})), "",

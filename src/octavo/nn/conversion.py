@@ -481,9 +481,7 @@ def restore(model: nn.Module) -> list[str]:
         ['0']
     """
     check_module(model, "restore")
-    for name, module in model.named_modules():
-        if not isinstance(module, RecipeLayer):
-            continue
+    for name, module in ((n, m) for n, m in model.named_modules() if isinstance(m, RecipeLayer)):
         if is_fsdp_module(module):
             raise ValueError(
                 f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "

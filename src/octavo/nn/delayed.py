@@ -82,9 +82,7 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
 
 
 def keep_amax_of_ranks(model: nn.Module) -> None:
-    """Keep DDP from replacing the amax of each rank by that of rank 0, as it does with buffers before a forward pass.
-
-    It finds the names of buffers to leave out in this attribute of its module, which may be compiled."""
+    """Keep DDP, which reads this attribute, from replacing each rank's amax by rank 0's before a forward pass."""
     known = "_ddp_params_and_buffers_to_ignore"
     names = {name for name in vars(model).pop(known, ()) if not name.endswith(".pending")}
     names |= {f"{prefix}{name}.pending" for name, _ in histories(model) for prefix in ("", "_orig_mod.")}
@@ -113,7 +111,6 @@ def update_scales(
         >>> optimizer.zero_grad()
         >>> octavo.scales.update_scales(model)
     """
-    check_module(model, "update_scales")
     groups: dict[tuple[Cast, History], list[ScaleHistory]] = {}
     for _, history in histories(model):
         groups.setdefault((history.cast, history.rule), []).append(history)
@@ -124,13 +121,12 @@ def update_scales(
     if skipped is not None:
         amax = amax.masked_fill(torch.as_tensor(skipped, device=amax.device), 0)
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
-    copies = [m.process_group for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
-    copies += [group] if group is not None else []
-    for ranks in (*(each for mesh in meshes for each in mesh.get_all_groups()), *copies):
+    copies = (m.process_group for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))
+    for ranks in filter(None, (*(ranks for mesh in meshes for ranks in mesh.get_all_groups()), *copies, group)):
         dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
     parts = torch.split(amax, [len(group) for group in groups.values()])
-    for group, part in zip(groups.values(), parts, strict=True):
-        _push(group, part)
+    for each, part in zip(groups.values(), parts, strict=True):
+        _push(each, part)
     if not all(history.ready for history in found):  # only then does the host wait for the device
         for history, recorded in zip(found, (amax > 0).flatten().tolist(), strict=True):
             history.ready = history.ready or recorded

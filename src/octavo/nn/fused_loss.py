@@ -545,11 +545,11 @@ def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
             f"({error}): leave fuse_loss out"
         ) from error
     if head is None:
-        changed, remedy = "whose forward or loss was replaced", "convert a new model before others change it, or "
-        found, remedy = (changed, remedy) if replaced else ("whose loss or logits are computed in another way", "")
+        how = "whose forward or loss was replaced: convert a new model before others change it, or"
+        how = how if replaced else "whose loss or logits are computed in another way:"
         raise ValueError(
             "fuse_loss=True requires a causal model with the forward and the loss of its class, whose logits are the "
-            f"outputs of a linear layer without bias, scaled or capped; got {type(owner).__name__}, {found}: {remedy}"
+            f"outputs of a linear layer without bias, scaled or capped; got {type(owner).__name__}, {how} "
             "leave fuse_loss out"
         )
     return owner, head
@@ -563,15 +563,10 @@ def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
     module = owner.get_submodule(head.name)
     mix_into(module, LossHead)
     module.task, module.options = None, (head, CHUNK, recipe)
-    found = (name for name, each in owner.named_modules() if _adds_rows(each) and each.weight is module.weight)
-    owner.loss_embedding = next(found, "")
+    special = ("scale_grad_by_freq", "sparse", "max_norm")  # or its gradient is the sum of those of its tokens
+    tied = [(n, m) for n, m in owner.named_modules() if type(m) is nn.Embedding and m.weight is module.weight]
+    owner.loss_embedding = next((n for n, m in tied if not any(getattr(m, key) for key in special)), "")
     if owner.loss_embedding:
         embedding = owner.get_submodule(owner.loss_embedding)
         mix_into(embedding, LossEmbedding)
         embedding.task = None
-
-
-def _adds_rows(module: Any) -> bool:
-    """True for an embedding the gradient of whose weight is the sum of those of its tokens."""
-    special = ("scale_grad_by_freq", "sparse", "max_norm")
-    return type(module) is nn.Embedding and not any(getattr(module, name) for name in special)

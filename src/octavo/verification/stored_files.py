@@ -90,9 +90,8 @@ def read_files(folder: Path) -> CheckpointFiles:
     named = _tensor_files(files)
     for name, tensors in named.items():
         _read_header(files, name, tensors)
-    if beside := sorted({path.name for path in folder.glob("*.safetensors")} - named.keys()):
-        why = "is not part of the model, and vLLM reads it where there is no index: move it elsewhere"
-        files.remarks.append(f"{beside[0]} ({len(beside)} such files) {why}")
+    for name in sorted({path.name for path in folder.glob("*.safetensors")} - named.keys()):
+        files.remarks.append(f"{name} is not of the model, and vLLM reads it without an index: move it elsewhere")
     return files
 
 

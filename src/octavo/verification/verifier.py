@@ -79,8 +79,7 @@ def verify(
     """
     packed = Path(packed)
     if not packed.is_dir():
-        why = ", since a GGUF file is not checked" if packed.suffix == ".gguf" else ""
-        raise FileNotFoundError(f"there is no folder {packed}: give a packed folder{why}")
+        raise FileNotFoundError(f"there is no folder {packed}: give a packed folder (GGUF files are not checked)")
     refuse_run(packed)
     device = str(choose_device(device))
     if budgets and not data:
