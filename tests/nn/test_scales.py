@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -55,18 +56,15 @@ def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
     assert history.recent[:2].tolist() == [5.0, 1.0]
 
 
-def ended_by_trainer(model: nn.Module) -> None:
-    ScaleUpdates().on_optimizer_step(model=model)
-
-
 def train_copy(rank: int) -> list[float]:
     """A step in a loop of one's own, and one as the Trainer of transformers ends it."""
     model, linear = make()
     copy = nn.parallel.DistributedDataParallel(model)
-    for update, given in ((octavo.scales.update_scales, torch.compile(copy)), (ended_by_trainer, model)):
+    ended_by_trainer = partial(ScaleUpdates().on_optimizer_step, model=model)
+    for update in (partial(octavo.scales.update_scales, torch.compile(copy)), ended_by_trainer):
         for size in (1.0 + 8 * rank, 2.0):
             copy(torch.full((4, 32), size)).sum().backward()  # without no_sync, DDP broadcasts buffers before it
-        update(given)
+        update()
     return linear.histories["x"].recent[:2].tolist()
 
 

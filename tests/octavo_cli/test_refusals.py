@@ -233,7 +233,6 @@ REFUSED = {
     "unpack nowhere out": "there is no folder nowhere: give a folder that octavo pack wrote",
     "unpack packed out --freeze 1 --scheme block": "which only the scheme static has; got --scheme block",
     "verify fp8 --against fp8": "is a run of octavo train, not a packed folder: octavo pack fp8",
-    "verify out.gguf": "no folder .*out.gguf: give a packed folder .GGUF files are not checked",
     f"{VERIFY} --budget ppl=half": "the budget ppl must be a percentage above 0% and up to 100%, such as 0.5%, or a",
     f"{VERIFY} --json none/r.json": "r.json cannot be written: No such file or directory. Nothing was",
     f"{VERIFY} --json r --html ./r": "--json and --html must be two files",

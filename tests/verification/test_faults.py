@@ -434,7 +434,7 @@ def test_a_damaged_model_is_the_users_error(models: Models, tmp_path: Path) -> N
     cut(bad := shutil.copytree(model, tmp_path / "model"), bad)
     with pytest.raises(ValueError, match=BAD_FILE):
         verify(folder, bad)
-    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}: give a packed folder"):
+    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}: give a packed folder .GGUF"):
         verify(tmp_path / "none", model)
 
 
