@@ -200,7 +200,10 @@ class _Experts(torch.autograd.Function):
             token = slot // row.shape[1]
             if torch.compiler.is_compiling():  # an index that follows from dout: otherwise n_q would be saved
                 token = token + (g.data.view(torch.uint8)[:, 0] & 0)
-            u = multiply(call, recipe.y, rows_of(x_q, token), transposed_again(in_t, s_in), offsets)
+            again = ops.transpose(in_t.data.transpose(0, 1).flatten(1)).view(w_in.shape)  # the bytes [E,2F,K]
+            in_q = QTensor(again, s_in, in_t.format, in_t.granularity)
+            u = multiply(call, recipe.y, rows_of(x_q, token), in_q, offsets)
+            del again, in_q
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
@@ -384,13 +387,6 @@ def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast
         data = ops.transpose(w_data.view(e * n, k), None, after)
     scale = ones(data, e * k).view(e, k, 1) if cast.by_row else s_w.transpose(1, 2)
     return QTensor(data.view(k, e, n).transpose(0, 1), scale, cast.fmt, cast.granularity)
-
-
-def transposed_again(w_t: QTensor, s_w: Tensor) -> QTensor:
-    """The bytes [E, N, K] of what `weights_transposed` gave, with the scales `s_w` of the weights."""
-    e, k, n = w_t.shape
-    data = ops.transpose(w_t.data.transpose(0, 1).reshape(k, e * n))
-    return QTensor(data.view(e, n, k), s_w, w_t.format, w_t.granularity)
 
 
 def weight_gradient(
