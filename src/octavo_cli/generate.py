@@ -80,7 +80,6 @@ def generate_command(
     with progress("starting"):  # PyTorch and transformers take seconds
         from octavo.inference.engine import open_engine
         from octavo.inference.sampling import Sampling
-        from octavo.models.tokenizer import HuggingFaceTokenizer
         from octavo.scales import cast_once
         from octavo.speed import Grid
         from octavo.train.finished import open_source
@@ -103,10 +102,9 @@ def generate_command(
     with progress("reading the model"):
         opened = open_source(source, step, device)
     if chat:
-        if (template := HuggingFaceTokenizer.load(opened.description).chat) is None:
+        if (template := opened.tokenizer.chat) is None:
             raise ValueError(
-                f"--chat needs a tokenizer with a chat template, and that in {opened.description} has none: leave it "
-                "out"
+                f"--chat needs a tokenizer with a chat template, and that in {opened.description} has none: omit it"
             )
         for text in texts:  # what a user says, and the beginning of the answer
             text.message = template([{"role": "user", "content": text.prompt}], answer=True)
@@ -271,7 +269,7 @@ def tokenize(texts: Sequence[Text], opened: OpenedModel) -> int:
     from octavo.train.model import check_vocabulary
 
     for place, text in enumerate(texts, 1):
-        text.ids = opened.tokenizer.encode(text.message or text.prompt)
+        text.ids = opened.tokenizer.encode(text.message or text.prompt, special=not text.message)
         which = "the prompt" if len(texts) == 1 else f"prompt {place} of {len(texts)}"
         if not text.ids:
             raise ValueError(f"{which} must hold at least one token, got an empty one: give some text to continue")

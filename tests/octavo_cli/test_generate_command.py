@@ -174,6 +174,10 @@ def test_a_chat_has_the_template_of_the_tokenizer(octavo, llama, tmp_path):
     )
     assert (chat["prompt"], chat["text"]) == ("It was", plain["text"])
     assert octavo("generate", folder, "--chat", "--prompt", "It was", *GREEDY)[1] == f"It was\n{plain['text']}\n"
+    (rows := tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "It was"}]}')
+    (text := tmp_path / "text.txt").write_text("<user>It was")
+    of_rows, of_text = (json.loads(octavo("evaluate", folder, "--data", data, "--json")[1]) for data in (rows, text))
+    assert of_rows["loss"] == of_text["loss"]
 
 
 # --- runs

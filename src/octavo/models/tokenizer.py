@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.data import Chat, DataError, chat_of
+from octavo.data import DataError, chat_of
 from octavo.data.chat import ChatTemplate
 from octavo.util import import_extra, open_local, parse_object, reading, some_of
 
@@ -40,21 +40,21 @@ class Tokenizer(ABC):
         """Number of token ids."""
 
     @property
-    def chat(self) -> Chat | None:
+    def chat(self) -> ChatTemplate | None:
         """The chat template, which writes a conversation as text with its special tokens; None if there is none."""
         return None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens around it."""
-        return self.encode_batch([text])[0].tolist()
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The ids of `text`; if `special`, with the special tokens that transformers writes around a text."""
+        return self.encode_batch([text], special)[0].tolist()
 
     @abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[npt.NDArray[Any]]:
         """The ids of each text as an array of unsigned integers, [tokens]."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id without a token nothing."""
 
     @abstractmethod
     def save(self, folder: str | Path) -> None:
@@ -66,11 +66,11 @@ class ByteTokenizer(Tokenizer):
 
     vocabulary_size = 256
 
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[npt.NDArray[Any]]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(ids).decode("utf-8", errors="replace")
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: str | Path) -> None:
         save_tokenizer_json(folder, json.dumps(byte_json(), ensure_ascii=False, indent=1))
@@ -83,18 +83,17 @@ class LibraryTokenizer(Tokenizer):
         self._tokenizer, self._where = tokenizer, where
 
     @abstractmethod
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        """The ids of a few texts."""
+    def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
+        """The ids of a few texts, with special tokens around them or without."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[npt.NDArray[Any]]:
         batches = (list(texts[start : start + _BATCH]) for start in range(0, len(texts), _BATCH))
         with reading(self._where, "a tokenizer that encodes this text"):
-            return [np.array(ids, dtype=np.uint32) for batch in batches for ids in self._ids(batch)]
+            return [np.array(ids, dtype=np.uint32) for batch in batches for ids in self._ids(batch, special)]
 
 
 class BpeTokenizer(LibraryTokenizer):
-    """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`). It opens any `tokenizer.json`. The names of special
-    tokens and the chat template are in other files, which `HuggingFaceTokenizer` reads too."""
+    """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`). It opens any `tokenizer.json`, and no chat template."""
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Self:
@@ -114,14 +113,17 @@ class BpeTokenizer(LibraryTokenizer):
     @classmethod
     def load(cls, folder: str | Path) -> Self:
         path = Path(folder) / "tokenizer.json"
-        return cls(_tokenizers().Tokenizer.from_file(str(path)), path)
+        tokenizer = _tokenizers().Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()  # transformers saves that of its last call, and that of padding
+        tokenizer.no_padding()
+        return cls(tokenizer, path)
 
     @property
     def vocabulary_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
+        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -164,9 +166,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def chat(self) -> ChatTemplate | None:
         return chat_of(self._tokenizer)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         # verbose=False: a whole document is longer than the model's context, and is cut into sequences later.
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
         return encoded["input_ids"]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -177,10 +179,12 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Open the tokenizer in `folder`: our bytes or characters, which need no extra, any other `tokenizer.json`, or
-    older files. Raises a FileNotFoundError without files, an ImportError without the extra, a ValueError if damaged."""
-    path = Path(folder) / "tokenizer.json"
-    if path.is_file():
+    """Open the tokenizer in `folder`, which needs no extra if it is our bytes or characters without a chat template.
+    Raises a FileNotFoundError without files, an ImportError without the extra, a ValueError if damaged."""
+    path, config = Path(folder) / "tokenizer.json", Path(folder) / "tokenizer_config.json"
+    chats = config.is_file() and "chat_template" in parse_object(config.read_bytes(), str(config))
+    chats = chats or config.with_name("chat_template.jinja").is_file()
+    if path.is_file() and not chats:
         with reading(path, "a tokenizer that can be opened: take the file from where the model came from"):
             content = parse_object(path.read_bytes(), str(path))
             model, plain = content["model"], not content.get("added_tokens") and content.get("normalizer") is None
@@ -189,9 +193,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             characters = "".join(model.get("vocab") or ())
             ours = content == character_json(characters)
             return CharacterTokenizer(characters) if ours else BpeTokenizer.load(folder)
-    if (Path(folder) / "tokenizer_config.json").is_file():
-        return HuggingFaceTokenizer.load(folder)
-    raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
+    return HuggingFaceTokenizer.load(folder)
 
 
 def _auto_tokenizer() -> Any:
@@ -283,7 +285,7 @@ class CharacterTokenizer(Tokenizer):
     def vocabulary_size(self) -> int:
         return len(self.characters)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[npt.NDArray[Any]]:
         """The ids of each text, [characters] in uint32. Raises a ValueError that names the characters without an id."""
         if unknown := sorted(set().union(*texts) - self._ids.keys()):
             raise ValueError(
@@ -294,7 +296,7 @@ class CharacterTokenizer(Tokenizer):
         return [np.fromiter(map(self._ids.__getitem__, text), np.uint32, len(text)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self.characters[i] for i in ids)
+        return "".join(self.characters[i] for i in ids if i < len(self.characters))
 
     def save(self, folder: str | Path) -> None:
         save_tokenizer_json(folder, json.dumps(character_json(self.characters), ensure_ascii=False, indent=1))
