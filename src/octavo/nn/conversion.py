@@ -185,8 +185,7 @@ def convert(
     for layer in (*products, *linears, *layers):
         _change(layer, recipe, chosen)
     if not recompute_hidden(model, recompute) and recompute and not only_if_faster:
-        for layer in (*products, *linears, *layers):
-            _change(layer, recipe, set())
+        restore(model)
         raise ValueError(
             "recompute=True takes a recipe and a model whose MLPs or experts run fused, as Llama by 'rowwise'; got "
             f"{recipe.name}, {type(model).__name__} and skip={list(skip)}: leave it out, or take torch.utils.checkpoint"

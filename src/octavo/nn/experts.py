@@ -193,9 +193,8 @@ class _Experts(torch.autograd.Function):
                 call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
                 slot=slot, factor=nonzero(weight).view(-1, 1)[slot], column_scale=folded, s_x=s_h,
             )  # fmt: skip
-        in_t = None
-        if call.recompute:
-            in_t = weights_transposed(w_in, in_data, s_in, recipe.w, g.data)
+        in_t = weights_transposed(w_in, in_data, s_in, recipe.w, g.data) if call.recompute else None
+        if in_t is not None:
             x_q = QTensor(x_data, s_x, recipe.x.fmt, recipe.x.granularity)
             token = slot // row.shape[1]
             if torch.compiler.is_compiling():  # an index that follows from dout: otherwise n_q would be saved

@@ -478,9 +478,8 @@ class _Fused(torch.autograd.Function):
         kept, saved, weights = rest[:8], rest[8:13], rest[13:]
         inner: Sequence[Tensor | None] = [None] * (2 + 2 * len(weights))
         dy, sizes = rows(dy.contiguous()), [w.shape[0] for w in weights]
-        w_t = None
-        if call.recompute:
-            w_t = weight_transposed(weights, w_data, s_in, recipe.w, dy)
+        w_t = weight_transposed(weights, w_data, s_in, recipe.w, dy) if call.recompute else None
+        if w_t is not None:
             n_q = QTensor(n_data, s_own, recipe.x.fmt, recipe.x.granularity)
             # Transposed again, these bytes follow from dy. By those of the forward pass compiled code would save u.
             again = exchange.send_x(n_q), QTensor(ops.transpose(w_t.data), s_in, w_t.format, w_t.granularity)

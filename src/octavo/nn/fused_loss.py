@@ -180,8 +180,7 @@ def _linear_cross_entropy(
         total += torch.where(some == IGNORED, 0, lse - picked).sum()
         if wanted is None:
             continue
-        by_row: Any = z
-        by_column: Any = z
+        by_row = by_column = z
         if fp8:
             by_row, by_column = _gradients(z, some, wanted, lse, own[1], scale, cap, wants_x, wants_w)
         elif group:
@@ -260,7 +259,7 @@ class _Fp8Head(_Head):
         return part.to(dtype) if dw is None else dw.add_(part)
 
 
-def _gradients(*args: Any) -> list[QTensor | None]:
+def _gradients(*args: Any) -> Any:
     """g by row and its transpose, by the arguments of `cross_entropy_gradient`; None where it is not wanted."""
     found = cross_entropy_gradient(*args)
     pairs = zip(args[-2:], (found[:2], found[2:]), strict=True)

@@ -93,8 +93,7 @@ def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     copied = 0 if setup.fp8_experts else sum(e.weights for e in block.layers if e.copies > 1)
     copied = block.weights if setup.config.compile.blocks and not setup.recipe.quantized else copied
     casts = BF16 * copied if setup.residual == 4 and not setup.states.resident else 0.0
-    saved = (block_bytes(setup, block) - again) * setup.tokens
-    return (saved + casts + _filled_bytes(setup, block)) / setup.degrees.tp
+    return ((block_bytes(setup, block) - again) * setup.tokens + casts + _filled_bytes(setup, block)) / setup.degrees.tp
 
 
 def _filled_bytes(setup: Setup, block: Block) -> float:
