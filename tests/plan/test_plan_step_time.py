@@ -173,7 +173,7 @@ ROWS = [
     row
     for model in ("1b", "3b")
     for row in json.loads((RESULTS / f"gpu_plan_{model}.json").read_text())["rows"]
-    if row["gpus"] == 2
+    if row["gpus"] == 2 and "host_seconds" in row
 ]
 
 
