@@ -53,7 +53,7 @@ UNTESTED = {
 # The pages of the learning path go on with each other's names and files. Every other page runs by itself.
 LESSONS = tuple(page for page in PAGES if page.startswith("docs/learn/"))
 GROUPS = [pages for pages in (LESSONS, *((page,) for page in PAGES if page not in LESSONS)) if pages]
-SLOW = dict.fromkeys(("docs/learn/1_gpt.md", "docs/quickstart.md", "docs/runs.md"), pytest.mark.slow)  # the longest
+SLOW = dict.fromkeys(("docs/inspect.md", "docs/learn/1_gpt.md", "docs/quickstart.md", "docs/runs.md"), pytest.mark.slow)
 
 Octavo = Callable[..., tuple[int, str, str]]
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from generation_examples import SAMPLED, answers, batch, model_of, pair, sessions
+from tiny_models import with_slow
 from transformers import AutoTokenizer, DynamicCache, StoppingCriteriaList
 
 from octavo.inference.transformers_cache import CACHE
@@ -16,7 +17,7 @@ from octavo.models.tokenizer import ByteTokenizer
 
 @pytest.mark.parametrize("settings", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "opt"])
+@pytest.mark.parametrize("name", with_slow(["llama", "mistral", "qwen2", "qwen3", "opt"]))
 def test_tokens_are_those_of_transformers(name, padding, settings):
     model, fast = pair(name)
     inputs = batch(padding=padding)

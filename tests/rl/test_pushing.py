@@ -51,7 +51,6 @@ def trained(name, recipe="rowwise", dtype=torch.float32, **convert):
     ("name", "recipe", "how"),
     [
         ("llama", "rowwise", {}),
-        ("llama", "rowwise_forward", {"scheme": "channel"}),
         ("llama", "rowwise", {"scheme": "weight"}),
         ("llama", None, {}),
         ("llama", None, {"scheme": "int8"}),

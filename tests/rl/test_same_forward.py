@@ -4,7 +4,7 @@ import pytest
 import torch
 from bits import bits
 from same_bits_examples import NEW, answer, forward, pair, prompts
-from tiny_models import folder_maker, open_theirs
+from tiny_models import folder_maker, open_theirs, with_slow
 
 import octavo
 from octavo.inference.transformers_cache import CACHE
@@ -19,7 +19,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("name", with_slow(["llama", "qwen3", "qwen2"]))
 def test_training_prompts_and_decoding_give_the_same_bits(folders, name, recipe):
     trained, served = pair(folders, name, recipe)
     with same_bits(trained, served):
