@@ -31,7 +31,7 @@ from octavo.verification import verify
     [
         ("convert", octavo.convert),
         ("restore", octavo.restore),
-        ("update_scales", octavo.scales.update_scales),
+        ("octavo.scales", octavo.scales.update_scales),
         ("watch", octavo.watch),
         ("cast_once", lambda model: octavo.scales.cast_once(model).__enter__()),
         ("expert_parallel", lambda model: expert_parallel(model, None)),

@@ -199,7 +199,6 @@ def refusals(rank: int) -> None:
             fp8_all_gather(model)
     for recipe, change, words in (
         ("rowwise", lambda m: octavo.convert(m, "tensorwise"), "converted to tensorwise"),
-        ("delayed", lambda m: octavo.convert(m, "delayed"), "converted to delayed"),  # with new histories
         ("rowwise", octavo.restore, "restored"),
     ):
         model = sharded(converted(recipe))

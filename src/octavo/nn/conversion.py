@@ -190,7 +190,8 @@ def convert(
             "recompute=True takes a recipe and a model whose MLPs or experts run fused, as Llama by 'rowwise'; got "
             f"{recipe.name}, {type(model).__name__} and skip={list(skip)}: leave it out, or take torch.utils.checkpoint"
         )
-    keep_amax_of_ranks(model)
+    if recipe.scales_by_history:
+        keep_amax_of_ranks(model)
     if attention == "fp8":
         use_fp8_attention(model, device=device)  # which marks the inputs too
     else:
@@ -208,15 +209,13 @@ def convert(
 def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
     """Let the MLPs and experts of a converted model that run fused save the outputs of gate and up, or compute them
     again in the backward pass. False if none runs fused."""
-    found = False
-    for module in model.modules():
-        if isinstance(module, FusedMLP | Experts):
-            vars(module).pop("recompute", None)
-            fused = module.cached_weights() if isinstance(module, FusedMLP) else getattr(module.recipe, "fusable", None)
-            found = found or fused is not None
-            if recompute and fused is not None:
-                module.recompute = True
-    return found
+    modules = [m for m in model.modules() if isinstance(m, FusedMLP | Experts)]
+    fused = [m for m in modules if (m.cached_weights() if isinstance(m, FusedMLP) else m.recipe and m.recipe.fusable)]
+    for module in modules:
+        vars(module).pop("recompute", None)
+    for module in fused if recompute else ():
+        module.recompute = True
+    return bool(fused)
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:

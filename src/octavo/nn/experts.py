@@ -199,10 +199,11 @@ class _Experts(torch.autograd.Function):
             token = slot // row.shape[1]
             if torch.compiler.is_compiling():  # an index that follows from dout: otherwise n_q would be saved
                 token = token + (g.data.view(torch.uint8)[:, 0] & 0)
-            again = ops.transpose(in_t.data.transpose(0, 1).flatten(1)).view(w_in.shape)  # the bytes [E,2F,K]
-            in_q = QTensor(again, s_in, in_t.format, in_t.granularity)
-            u = multiply(call, recipe.y, rows_of(x_q, token), in_q, offsets)
-            del again, in_q
+            data = ops.transpose(in_t.data.transpose(0, 1).flatten(1)).view(w_in.shape)  # [E,2F,K]
+            u = multiply(
+                call, recipe.y, rows_of(x_q, token), QTensor(data, s_in, in_t.format, in_t.granularity), offsets
+            )
+            del data
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
