@@ -20,7 +20,7 @@ from octavo.nn.linear_function import Call, LinearCall, ones, rescaled
 from octavo.nn.module_tools import check_call, differentiable_once, exchanged
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
 from octavo.nn.parallel_weights import GatheredWeight
-from octavo.numerics.qtensor import Cast, QTensor
+from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.numerics.scaling import scattered_signs
 from octavo.ops.dispatch import COLUMNS, runs_experts
 from octavo.ops.permutation import Groups, nonzero
@@ -199,11 +199,9 @@ class _Experts(torch.autograd.Function):
             token = slot // row.shape[1]
             if torch.compiler.is_compiling():  # an index that follows from dout: otherwise n_q would be saved
                 token = token + (g.data.view(torch.uint8)[:, 0] & 0)
-            data = ops.transpose(in_t.data.transpose(0, 1).flatten(1)).view(w_in.shape)  # [E,2F,K]
-            u = multiply(
-                call, recipe.y, rows_of(x_q, token), QTensor(data, s_in, in_t.format, in_t.granularity), offsets
-            )
-            del data
+            w_q = QTensor(ops.transpose(in_t.data.transpose(0, 1).flatten(1)).view(w_in.shape), s_in, in_t.format, ROW)
+            u = multiply(call, recipe.y, rows_of(x_q, token), w_q, offsets)  # [M,K] @ [2F,K]^T
+            del w_q
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
