@@ -283,7 +283,7 @@ def _text_of(path: Path, named: bool) -> tuple[str, str, str]:
         return "", "unreadable", f"{path} cannot be read: {error.strerror}"
     text, nul = "", content.find(0)
     try:
-        text, bad = content.decode("utf-8").removeprefix("\ufeff"), nul  # the mark of UTF-8
+        text, bad = content.decode("utf-8"), nul
     except UnicodeDecodeError as error:
         bad = error.start if nul < 0 else min(nul, error.start)
     if bad >= 0:
@@ -335,7 +335,7 @@ def _write_conversation(messages: Any, field: str, where: str, chat: Chat | None
 
 
 def _rows(path: Path, text: str, report: ReadReport) -> Iterator[Row]:
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
