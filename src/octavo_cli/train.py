@@ -356,7 +356,7 @@ def _summary(run: RunData, first: RunData) -> dict[str, Any]:
         "steps": run.last_step,
         "evaluations": {str(step): loss for step, loss in run.evaluations.items()},
         "gaps": {str(s): loss / before[s] - 1 for s, loss in run.evaluations.items() if loss and before.get(s)},
-        "final_loss": run.series["evaluation_loss"].last if run.evaluations else None,
+        "final_loss": run.last_number("evaluation_loss"),
         "tokens_per_second": run.tokens_per_second,
         "peak_memory": run.peak_memory,
     }
@@ -410,7 +410,7 @@ def _print(run: RunData) -> None:
 
     say(run.name, "bold")
     print_facts(list(run_facts(run).items()))
-    if lines := [(name, sparkline(run.series[key].values)) for key, name in _LINES if key in run.series]:
+    if lines := [(name, sparkline([*run.series[key].values()])) for key, name in _LINES if key in run.series]:
         print_table(Table("", ("", "over the steps"), lines))
     worst = worst_layers(run.watched) if run.watched is not None else []
     if worst:

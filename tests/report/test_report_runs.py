@@ -16,7 +16,7 @@ from report_examples import make_run, watched_of, write_metrics
 from octavo.checkpoint.files import ArtifactError
 from octavo.report import training_page as pages
 from octavo.report.page import Line, LineChart, Page, place, table
-from octavo.train.run_records import RunData, Series, read_runs, read_series
+from octavo.train.run_records import RunData, read_runs, read_series
 from octavo.watching.storage import EXPERTS, Event, GemmRun
 
 
@@ -25,8 +25,8 @@ def test_a_run_of_octavo_train(tmp_path):
     assert run.name == "run"
     assert run.last_step == 200
     assert run.settings["recipe"] == "rowwise"
-    assert run.series["loss"].steps.tolist() == list(range(1, 201))
-    assert run.series["evaluation_loss"].steps.tolist() == list(range(10, 201, 10))
+    assert list(run.series["loss"]) == list(range(1, 201))
+    assert list(run.series["evaluation_loss"]) == list(range(10, 201, 10))
     assert len(run.watched.layers) == 13
     assert run.remarks == []
     facts = pages.run_facts(run)
@@ -71,7 +71,7 @@ def test_a_damaged_watch_leaves_the_loss(tmp_path):
     (make_run(tmp_path) / "watch" / "layers.json").write_text("{")
     (run,) = read_runs([tmp_path])
     assert run.watched is None
-    assert len(run.series["loss"].steps) == 200
+    assert len(run.series["loss"]) == 200
     assert re.match(r"Figures of the layers are missing: .* is not valid JSON", run.remarks[0])
 
 
@@ -95,10 +95,8 @@ def test_inf_and_nan_are_gaps_and_are_named(tmp_path):
     lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, last]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run,) = read_runs([tmp_path])
-    assert run.series["loss"].wrong_steps == [2, 3]
-    assert run.series["loss"].last is None
-    assert run.series["loss"].finite == {1: 2.0}
-    assert (run.series["gradient_norm"].last, run.series["gradient_norm"].finite) == (None, {})
+    assert (run.numbers("loss"), run.wrong_steps("loss"), run.last_number("loss")) == ({1: 2.0}, [2, 3], None)
+    assert (run.numbers("gradient_norm"), run.last_number("gradient_norm")) == ({}, None)
     assert "loss is inf or NaN at step 2, and 1 more." in run.remarks
     facts = pages.run_facts(run)
     assert facts["inf or NaN"] == "3 values"
@@ -121,8 +119,7 @@ def test_events_from_which_the_run_went_back_count_apart(tmp_path):
 
 def test_a_step_that_came_twice_counts_once():
     series = read_series([{"step": 2, "loss": 1}, {"step": 1, "loss": 3}, {"step": 2, "loss": 2}], "run")["loss"]
-    np.testing.assert_array_equal(series.steps, [1, 2])
-    np.testing.assert_array_equal(series.values, [3.0, 2.0])
+    assert list(series.items()) == [(1, 3.0), (2, 2.0)]
 
 
 def test_a_run_that_was_not_watched_shows_its_recipes(tmp_path):
@@ -159,7 +156,7 @@ def test_the_trainer_of_hugging_face(tmp_path):
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     (run,) = read_runs([tmp_path])
     assert run.last_step == 10
-    last = {key: series.last for key, series in run.series.items()}
+    last = {key: run.last_number(key) for key in run.series}
     assert last == {"loss": 1.5, "gradient_norm": 0.5, "evaluation_loss": 1.75}
     (tmp_path / "trainer_state.json").write_text("{}")
     with pytest.raises(ArtifactError, match="trainer_state.json must have a list log_history of objects"):
@@ -177,11 +174,11 @@ def data_of(html: str):
 def test_a_long_line_keeps_its_extremes_and_gaps() -> None:
     values = np.sin(np.arange(100_000.0))
     values[12_345], values[70_001], values[50_000] = 99.0, -99.0, np.nan
-    steps, thinned = pages.thin(Series(np.arange(100_000), values))
+    steps, thinned = pages.thin(dict(enumerate(values.tolist())))
     assert len(steps) == len(thinned) <= 4000
     assert steps == sorted(set(steps))
     assert [thinned[steps.index(step)] for step in (12_345, 70_001, 50_000)] == [99.0, -99.0, None]
-    assert pages.thin(Series(np.array([1, 5]), np.array([2e9, np.nan])), 1e-9) == ([1, 5], [2.0, None])  # a short one
+    assert pages.thin({1: 2e9, 5: np.nan}, 1e-9) == ([1, 5], [2.0, None])  # a short one
 
 
 def test_the_lines_of_runs(tmp_path: Path) -> None:
@@ -235,7 +232,7 @@ def test_the_verdict_of_a_run(losses, events, said, good, tmp_path: Path) -> Non
     watched = None if events is None else watched_of(4, np.arange(0))
     for step in range(events or 0):
         watched.events.append(Event(step, "underflow", None, "dy", 9.0, 1.0, "why", None))
-    series = {"loss": Series(np.array([1, 2]), np.array(losses))}
+    series = {"loss": dict(enumerate(losses, 1))}
     text, fine = pages.verdict(RunData(tmp_path, "run", {"steps": 9}, series, watched=watched))
     assert said in text
     assert fine == good
@@ -260,7 +257,7 @@ def test_what_a_run_is_stands_at_the_top(tmp_path: Path) -> None:
 
 
 def run_of(name: str, losses) -> RunData:
-    return RunData(Path(name), name, {}, {"loss": Series(np.arange(1, len(losses) + 1), np.asarray(losses))})
+    return RunData(Path(name), name, {}, {"loss": dict(enumerate(map(float, losses), 1))})
 
 
 def test_the_gap_has_a_band_of_the_noise_of_its_means() -> None:

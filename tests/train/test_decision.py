@@ -4,11 +4,10 @@ import math
 import random
 import statistics
 
-import numpy as np
 import pytest
 import scipy.stats
 
-from octavo.train.run_records import RunData, Series, decide, gaps_of, group_runs, half_width, slope_of
+from octavo.train.run_records import RunData, decide, gaps_of, group_runs, half_width, slope_of
 
 MARGIN = 0.0025
 NOISE = 0.0005  # the standard deviation of a planted gap
@@ -76,8 +75,8 @@ def run(tmp_path):
     def make(*losses, **settings):
         base = {"recipe": "bf16", "seed": 0, "out": "x", "batch": 2, "disturb": 0.0}
         name = "-".join(map(str, settings.values())) or "bf16"
-        losses = Series(10 * np.arange(1, len(losses) + 1), np.array(losses, float))
-        return RunData(tmp_path / name, name, base | settings, {"evaluation_loss": losses})
+        series = {"evaluation_loss": {10 * number: loss for number, loss in enumerate(losses, 1)}}
+        return RunData(tmp_path / name, name, base | settings, series)
 
     return make
 

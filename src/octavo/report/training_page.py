@@ -89,13 +89,13 @@ def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
 
 def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | None]]:
     """The steps and values of a series in a unit: 4,000 at most, the extremes of the parts of a long one."""
-    kept: list[int] = list(range(len(series.steps)))
-    if len(series.steps) > _POINTS:
-        parts = np.array_split(np.arange(len(series.steps)), _POINTS // 2)
-        values = np.nan_to_num(series.values, nan=np.inf)  # argmax finds it
+    steps, kept = [*series], range(len(series))
+    if len(steps) > _POINTS:
+        parts = np.array_split(np.arange(len(steps)), _POINTS // 2)
+        values = np.nan_to_num([*series.values()], nan=np.inf)  # argmax finds it
         kept = sorted({int(part[pick(values[part])]) for part in parts for pick in (np.argmin, np.argmax)})
-    steps, values = series.steps[kept].tolist(), series.values[kept] * unit
-    return steps, [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+    values = [series[steps[at]] * unit for at in kept]
+    return [steps[at] for at in kept], [float(f"{v:.6g}") if math.isfinite(v) else None for v in values]
 
 
 def _all_events(runs: Iterable[RunData]) -> list[tuple[RunData, Event]]:
@@ -204,8 +204,7 @@ def _settings(runs: Sequence[RunData]) -> str:
 
 def run_facts(run: RunData) -> dict[str, str]:
     """The figures that the run has, by their names."""
-    last = {key: series.last for key, series in run.series.items()}
-    wrong = sum(len(series.wrong_steps) for series in run.series.values())
+    wrong = sum(len(run.wrong_steps(key)) for key in run.series)
     data = run.settings.get("data", "")
     found = {
         "written": run.written,
@@ -216,7 +215,7 @@ def run_facts(run: RunData) -> dict[str, str]:
         "loss": run.last("loss"),
         "evaluation loss": run.last("evaluation_loss"),
         "tokens/s": number(run.tokens_per_second, ",.0f"),
-        "MFU": number(last.get("mfu"), ".1%"),
+        "MFU": number(run.last_number("mfu"), ".1%"),
         "peak memory": f"{run.peak_memory / 1e9:.2f} GB" if run.peak_memory else "",
         "inf or NaN": plural(wrong, "value") if wrong else "",
     }
@@ -283,8 +282,8 @@ def _steps(run: RunData) -> str:
 def verdict(run: RunData, *, alone: bool = True) -> tuple[str, bool]:
     """A sentence on a run, and True if it went well: its loss is a number, and the watch found nothing."""
     name, loss = "" if alone else f"{run.name}: ", run.series.get("loss")
-    if loss is not None and loss.last is None:
-        return f"{name}The loss is inf or NaN at step {int(loss.steps[-1]):,}.", False
+    if loss is not None and run.last_number("loss") is None:
+        return f"{name}The loss is inf or NaN at step {max(loss):,}.", False
     ended = f"{name}{'The run is at' if alone else 'at'} step {_steps(run)}"
     if loss is not None:
         ended += f" with a loss of {run.last('loss')}"
@@ -326,7 +325,7 @@ class Gap(NamedTuple):
     def lines(self) -> list[Line]:
         """The means, and the lower and the upper end of the band."""
         ends = (("", self.mean), (", low", self.mean - self.half), (", high", self.mean + self.half))
-        series = [(end, Series(self.steps, values)) for end, values in ends]
+        series = [(end, dict(zip(self.steps.tolist(), values.tolist(), strict=True))) for end, values in ends]
         return [Line(self.name + end, *thin(each), self.colour, dashed=end != "") for end, each in series]
 
 
@@ -334,11 +333,10 @@ def gaps(runs: Sequence[RunData]) -> list[Gap]:
     """The gaps of all runs but the first to it; none where they have few steps in common."""
     found = []
     for colour, run in enumerate(runs[1:], 1):
-        a, b = runs[0].series.get("loss"), run.series.get("loss")
-        if a is None or b is None:
-            continue
-        steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-        d = 100 * (b.values[at_b] - a.values[at_a]) / a.values[at_a]
+        a, b = (each.series.get("loss", {}) for each in (runs[0], run))
+        steps = np.array([step for step in a if step in b], np.int64)
+        at_a, at_b = (np.array([each[step] for step in steps.tolist()]) for each in (a, b))
+        d = 100 * (at_b - at_a) / at_a
         known = np.isfinite(d)
         steps, d = steps[known], d[known]
         if len(d) >= _LEAST:
@@ -369,7 +367,7 @@ _SHOWN = [_BY_KEY[key] for key in ("saturated", "flushed", "sqnr")]  # the metri
 _WORST = 4
 
 
-def sparkline(values: Array) -> str:
+def sparkline(values: Array | list[float]) -> str:
     """A line of at most 32 block characters: means of parts, from the smallest value to the largest; × is inf or NaN.
 
     Example:
@@ -411,7 +409,7 @@ def to_dict(run: RunData) -> dict[str, Any]:
         "name": run.name,
         "recipe": recipe_name(run.settings) or None,
         "step": run.last_step,
-        "series": {key: _series(series) for key, series in run.series.items()},
+        "series": {key: _series(run, key) for key in run.series},
         "precision": dict(run.precision),
         "remarks": list(run.remarks),
         "watched": None if run.watched is None else _watched_summary(run.watched),
@@ -419,15 +417,15 @@ def to_dict(run: RunData) -> dict[str, Any]:
     }
 
 
-def _series(series: Series) -> dict[str, Any]:
-    numbers = [*series.finite.values()]
+def _series(run: RunData, key: str) -> dict[str, Any]:
+    numbers = [*run.numbers(key).values()]
     return {
-        "last": series.last,
+        "last": run.last_number(key),
         "last_number": numbers[-1] if numbers else None,
         "lowest": min(numbers, default=None),
         "highest": max(numbers, default=None),
         "median": statistics.median(numbers) if numbers else None,
-        "inf_or_nan_at": series.wrong_steps,
+        "inf_or_nan_at": run.wrong_steps(key),
     }
 
 

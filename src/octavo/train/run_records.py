@@ -25,13 +25,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json, whole_lines
 from octavo.checkpoint.folder import RunFolder, refuse_checkpoint, weights_stem
 from octavo.evaluation.metrics import student_quantile
 from octavo.train.config import flatten
-from octavo.util import check_kinds, parse_object, plural
+from octavo.util import check_kinds, number, parse_object, plural
 from octavo.watching.storage import Watched, read_watch, watch_folder
 
 # ---- Reading the metrics.jsonl of runs (`octavo.train.step_metrics` writes that file).
@@ -98,28 +96,8 @@ _NOT_WATCHED = (
 _NO_SAMPLE = "The watch has no sample yet. A loop of yours must call `step()` of the watch after each optimizer step."
 
 
-@dataclass(frozen=True)
-class Series:
-    """A number over the steps of a run: `steps` ascending [n] int64, `values` [n] float64, NaN for inf and NaN."""
-
-    steps: np.ndarray[Any, Any]
-    values: np.ndarray[Any, Any]
-
-    @property
-    def finite(self) -> dict[int, float]:
-        """The values that are numbers, by step."""
-        known = np.isfinite(self.values)
-        return dict(zip(self.steps[known].tolist(), self.values[known].tolist(), strict=True))
-
-    @property
-    def last(self) -> float | None:
-        """The last value; None if it is inf or NaN."""
-        return float(self.values[-1]) if math.isfinite(self.values[-1]) else None
-
-    @property
-    def wrong_steps(self) -> list[int]:
-        """The steps whose value is inf or NaN."""
-        return self.steps[~np.isfinite(self.values)].tolist()
+Series = Mapping[int, float]
+"""the values of a number by step, in the order of the steps; NaN for null"""
 
 
 @dataclass(frozen=True)
@@ -139,34 +117,43 @@ class RunData:
     @property
     def evaluations(self) -> dict[int, float]:
         """The evaluation losses that are numbers, by step."""
-        return self._numbers("evaluation_loss")
+        return self.numbers("evaluation_loss")
 
     @property
     def tokens_per_second(self) -> float | None:
         """The median over the log records; None without one."""
-        speeds = self._numbers("tokens_per_second").values()
+        speeds = self.numbers("tokens_per_second").values()
         return statistics.median(speeds) if speeds else None
 
     @property
     def peak_memory(self) -> int | None:
         """Bytes; None if no record has them."""
-        return int(max(self._numbers("peak_memory").values(), default=0)) or None
+        return int(max(self.numbers("peak_memory").values(), default=0)) or None
 
-    def _numbers(self, key: str) -> dict[int, float]:
-        return self.series[key].finite if key in self.series else {}
+    def numbers(self, key: str) -> dict[int, float]:
+        """The values of a series that are neither inf nor NaN, by step."""
+        return {step: value for step, value in self.series.get(key, {}).items() if math.isfinite(value)}
+
+    def wrong_steps(self, key: str) -> list[int]:
+        """The steps at which a series is inf or NaN."""
+        return [step for step, value in self.series.get(key, {}).items() if not math.isfinite(value)]
 
     def last(self, key: str) -> str:
         """The last value of a series; if that is inf or NaN, the last number and its step, too. "" without a value."""
-        series = self.series.get(key)
-        if series is None or series.last is not None:
-            return "" if series is None else f"{series.last:.4f}"
-        before = ", {1:.4f} at step {0:,}".format(*[*series.finite.items()][-1]) if series.finite else ""
-        return f"inf or NaN at step {int(series.steps[-1]):,}{before}"
+        if (value := self.last_number(key)) is not None or key not in self.series:
+            return number(value, ".4f")
+        before = "".join(f", {v:.4f} at step {step:,}" for step, v in [*self.numbers(key).items()][-1:])
+        return f"inf or NaN at step {max(self.series[key]):,}{before}"
+
+    def last_number(self, key: str) -> float | None:
+        """The last value of a series; None if that is inf or NaN, or if there is none."""
+        value = [math.nan, *self.series.get(key, {}).values()][-1]
+        return value if math.isfinite(value) else None
 
     @property
     def last_step(self) -> int:
         """The last step that was logged or sampled."""
-        steps = [int(series.steps[-1]) for series in self.series.values()]
+        steps = list(map(max, self.series.values()))
         if self.watched is not None and len(self.watched.operands):
             steps.append(int(self.watched.operands["step"][-1]))
         return max(steps, default=0)
@@ -205,7 +192,7 @@ def _read_run(path: Path, name: str) -> RunData:
     if "loss" not in series:
         remarks.append("The run has logged no loss.")
     for key, each in series.items():
-        if wrong := each.wrong_steps:
+        if wrong := [step for step, value in each.items() if not math.isfinite(value)]:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             remarks.append(f"{key.replace('_', ' ')} is inf or NaN at step {wrong[0]}{more}.")
     watched, remark = _read_watch(path)
@@ -218,19 +205,14 @@ def _read_run(path: Path, name: str) -> RunData:
 
 
 def read_series(records: Iterable[Mapping[str, Any]], where: str) -> dict[str, Series]:
-    """The series of `SERIES` in records; null, inf and NaN become NaN. The ArtifactError of a value that is no number
-    begins with `where`."""
+    """The series of `SERIES` in records. The ArtifactError of a value that is no number begins with `where`."""
     points: dict[str, dict[int, float]] = {}
     for record in records:
         check_record(record, where)
         for key in SERIES:
             if key in record:
-                points.setdefault(key, {})[record["step"]] = math.nan if record[key] is None else record[key]
-    found = {}
-    for key, by_step in points.items():
-        steps, values = np.array(sorted(by_step.items()), np.float64).T
-        found[key] = Series(steps.astype(np.int64), np.where(np.isfinite(values), values, math.nan))
-    return found
+                points.setdefault(key, {})[record["step"]] = math.nan if record[key] is None else float(record[key])
+    return {key: dict(sorted(by_step.items())) for key, by_step in points.items()}
 
 
 def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
@@ -319,7 +301,7 @@ def gaps_of(group: Group, base: Group) -> list[float]:
 
 def _loss(run: RunData, base: RunData) -> float:
     """The mean loss of a run at the last evaluations of `base`."""
-    steps = base.series["evaluation_loss"].steps[-LAST:].tolist() if base.evaluations else []
+    steps = [*base.series["evaluation_loss"]][-LAST:] if base.evaluations else []
     missing = [step for step in steps if step not in run.evaluations]
     if missing or not steps:
         step = missing[0] if missing else base.last_step
