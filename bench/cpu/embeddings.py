@@ -72,7 +72,7 @@ def packed_by(scheme: str, folder: Path, out: Path, calibrated: Path, device: st
     report = verify(out, folder, device=device)
     if not report.ok or report.sizes is None:
         raise RuntimeError("\n".join(map(str, report.findings)))
-    return report.sizes.packed / report.sizes.packed_bf16
+    return report.sizes["packed"] / report.sizes["packed_bf16"]
 
 
 @torch.no_grad()

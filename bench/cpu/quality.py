@@ -125,7 +125,7 @@ def row(report: Report) -> dict[str, Any]:
     assert report.sizes is not None
     outputs = [layer.output_sqnr for layer in report.layers if layer.output_sqnr is not None]
     found = asdict(report.quality) | {
-        "bytes_to_bf16": report.sizes.packed / report.sizes.packed_bf16,
+        "bytes_to_bf16": report.sizes["packed"] / report.sizes["packed_bf16"],
         "readers": {reader.name: asdict(reader) for reader in report.readers},
     }
     if outputs:  # the layers of a folded model have other inputs

@@ -61,7 +61,7 @@ def verify_command(
     from octavo.evaluation import Budget, PromptOptions
     from octavo.report.page import page_of_report
     from octavo.verification import verify
-    from octavo.verification.findings import Invocation
+    from octavo.verification.findings import invocation_of
 
     if not data:
         refuse_unused(command, ["--samples", "--context", "--batch", "--seed"], "--data")
@@ -76,7 +76,7 @@ def verify_command(
             folded=folded, progress=advance, on_read=print_reading,
         )  # fmt: skip
     _print(report)
-    invocation = Invocation.now(shlex.join(["octavo", *sys.argv[1:]]))
+    invocation = invocation_of(shlex.join(["octavo", *sys.argv[1:]]))
     if to_json is not None:
         write_output(to_json, json.dumps(report.to_dict(invocation), indent=1, allow_nan=False) + "\n")
     if to_html is not None:

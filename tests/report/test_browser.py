@@ -16,7 +16,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from octavo.report.page import page_of_report
 from octavo.report.training_page import page_of_runs
 from octavo.train.run_records import read_runs
-from octavo.verification.findings import Invocation, LayerReport, Report
+from octavo.verification.findings import LayerReport, Report, invocation_of
 
 pytestmark = pytest.mark.slow
 
@@ -271,7 +271,7 @@ def test_the_page_of_verify(browser, tmp_path):
     layers = [LayerReport(f"layer.{i}", "e4m3 row", (64, 64), 30.0 + i, 20.0 + i) for i in range(12)]
     report = Report(tmp_path / "packed", tmp_path / "model", "LlamaForCausalLM", layers=layers)
     path = tmp_path / "verify.html"
-    path.write_text(page_of_report(report, Invocation.now("octavo verify")).html(), encoding="utf-8")
+    path.write_text(page_of_report(report, invocation_of("octavo verify")).html(), encoding="utf-8")
     browser.open(path)
     browser.run("document.querySelector('#sqnr .plot').focus()")
     browser.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)

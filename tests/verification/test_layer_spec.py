@@ -46,7 +46,7 @@ def compressed(weights, inputs, **more):
 @pytest.mark.parametrize(
     ("weights", "inputs", "spec", "shape"),
     [
-        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, LayerSpec.per_tensor("tensor"), (1,)),
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, LayerSpec(inputs="tensor"), (1,)),
         ({"strategy": "group", "group_size": 64}, None, LayerSpec(1, 64, "none"), (256, 6)),
         (
             {"strategy": "block", "block_structure": [128, 128]},
@@ -71,7 +71,7 @@ def test_a_scheme_is_called_by_its_name(scheme):
 
 def test_a_quantization_without_a_name_is_described():
     assert str(LayerSpec(1, 64, "none")) == "1x64, input none"
-    assert str(LayerSpec.per_tensor("tensor")) == "tensor, input tensor"
+    assert str(LayerSpec(inputs="tensor")) == "tensor, input tensor"
     pow2 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
     assert str(one(pow2 | {"weight_block_size": [128, 128]})) == "block, pow2 inputs"
 
@@ -99,9 +99,9 @@ def test_widening():
 
 
 ARGUMENTS = [
-    (LayerSpec.per_channel("token"), {"strategy": "token"}),
-    (LayerSpec.per_channel("tensor"), {"strategy": "tensor"}),
-    (LayerSpec.per_channel("token", group=128), {"strategy": "group", "group_size": 128}),
+    (LayerSpec(rows=1, inputs="token"), {"strategy": "token"}),
+    (LayerSpec(rows=1, inputs="tensor"), {"strategy": "tensor"}),
+    (LayerSpec(rows=1, inputs="token", group=128), {"strategy": "group", "group_size": 128}),
     (
         LayerSpec(1, 32, "token", 32, exponents=True),
         {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8},
@@ -122,7 +122,7 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(spec, arguments):
 
 def test_static_inputs_saturate():
     x = torch.linspace(-1200, 1200, 4001)[None]
-    actual = round_input(x, LayerSpec.per_tensor("static"), torch.tensor([2.0]))
+    actual = round_input(x, LayerSpec(inputs="static"), torch.tensor([2.0]))
     expected = np.clip(x.numpy() / 2, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * 2
     assert np.array_equal(actual.numpy(), expected)
     assert float(actual.max()) == 896

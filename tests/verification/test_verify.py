@@ -24,8 +24,8 @@ from octavo.packing.transforms import fold
 from octavo.verification import verify
 from octavo.verification.checks import check_folder
 from octavo.verification.findings import measure_sizes
+from octavo.verification.readers import required_by
 from octavo.verification.stored_files import CheckpointFiles, read_files
-from octavo.verification.streamed_model import required_by
 
 DOWN = "model.layers.0.mlp.down_proj"
 # Decoders that are not fused, and mixtures whose experts are packed.
@@ -98,7 +98,7 @@ def test_every_reader_computes_what_the_bytes_say(made, monkeypatch, name, optio
     assert 0 < octavo.distance < (octavo.tolerance if rough or cached else 0.12)
     assert vllm.note == "not installed"
     assert report.remarks == ["keys and values are rounded by the folder's scales, as its cache does"] * cached
-    assert 0.5 < report.sizes.packed / report.sizes.packed_bf16 < (0.57 if "group" in str(options) else 0.53)
+    assert 0.5 < report.sizes["packed"] / report.sizes["packed_bf16"] < (0.57 if "group" in str(options) else 0.53)
     if with_text:
         check_quality(name, options, report)
 
@@ -305,9 +305,9 @@ def test_sizes_of_a_folder(tmp_path):
     report = pack(make_model(tmp_path / "model", "llama"), tmp_path / "out", layers={"*.o_proj": "block"})
     read = read_files(tmp_path / "out")
     sizes = measure_sizes(read, check_folder(read, required_by(transformers_meta_model(read.config, tmp_path / "out"))))
-    assert (sizes.packed, sizes.packed_bf16) == (report.packed_bytes, report.bf16_bytes)
-    assert sizes.whole_bf16 == stored_bytes(tmp_path / "model")
-    assert sizes.whole == stored_bytes(tmp_path / "out")
+    assert (sizes["packed"], sizes["packed_bf16"]) == (report.packed_bytes, report.bf16_bytes)
+    assert sizes["whole_bf16"] == stored_bytes(tmp_path / "model")
+    assert sizes["whole"] == stored_bytes(tmp_path / "out")
 
 
 # ---- Models that readers treat specially

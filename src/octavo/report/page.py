@@ -12,7 +12,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib.resources import files
@@ -20,7 +20,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # verification imports models and transformers, which the page of a run does without
-    from octavo.verification.findings import Invocation, LayerReport, Report
+    from octavo.verification.findings import LayerReport, Report
 
 _SCRIPTS = ("elements", "lines", "heat_map", "histogram", "watch", "start")
 _NO_SCRIPT = "<noscript><p>The charts of this page need JavaScript. Its tables do not.</p></noscript>"
@@ -145,7 +145,7 @@ def _hash(text: str) -> str:
 # ---- The page of `octavo verify`: the tables of the report, and a chart of the SQNR of each layer.
 
 
-def page_of_report(report: Report, invocation: Invocation) -> Page:
+def page_of_report(report: Report, invocation: Mapping[str, Any]) -> Page:
     """The page of a report."""
     page = Page(f"octavo verify: {report.packed.name}")
     source = "" if report.against is None else f" packed from {escape(str(report.against))}"
@@ -160,9 +160,10 @@ def page_of_report(report: Report, invocation: Invocation) -> Page:
         if each.title == "Layers" and (lines := _lines(report.layers)):
             names = [layer.name for layer in report.layers]
             page.add_chart(LineChart("sqnr", "SQNR of the layers", "layer", "dB", lines, names=names, points=True))
-    packages = ", ".join(f"{name} {version}" for name, version in invocation.versions.items())
-    page.add(f'<p class="run">{escape(invocation.date)}, {escape(packages)}</p>')
-    page.add(f'<p class="run"><code>{escape(invocation.command)}</code></p>')
+    packages = ", ".join(f"{name} {version}" for name, version in invocation["versions"].items())
+    date, command = escape(invocation["date"]), escape(invocation["command"])
+    page.add(f'<p class="run">{date}, {escape(packages)}</p>')
+    page.add(f'<p class="run"><code>{command}</code></p>')
     return page
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from octavo.data import ReadReport
 from octavo.evaluation.metrics import EmbeddingQuality, Estimate, LogitQuality, Quality
@@ -21,25 +21,15 @@ from octavo.version import __version__
 _PACKAGES = ("torch", "transformers", "compressed-tensors", "vllm")
 
 
-@dataclass(frozen=True)
-class Sizes:
+def measure_sizes(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> dict[str, int]:
     """The bytes of the packed layers, scales included, and of all tensors, each beside the same in BF16."""
-
-    packed: int
-    packed_bf16: int
-    whole: int
-    whole_bf16: int
-
-
-def measure_sizes(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> Sizes:
-    """Add up the sizes of a folder's tensors, of which `layers` are packed."""
     scales = [f"{name}.{spec.scale}" for name, spec in layers.items()]
     scales += [f"{name}.{spec.input_scale}" for name, spec in layers.items() if spec.inputs == "static"]
     weights = [f"{name}.weight" for name in layers]
     packed = sum(files.nbytes(name) for name in (*weights, *scales))
     packed_bf16 = 2 * sum(files.nbytes(name) for name in weights)  # a packed weight has one byte an element
     whole = sum(files.nbytes(name) for name in files.shapes)
-    return Sizes(packed, packed_bf16, whole, whole - packed + packed_bf16)
+    return {"packed": packed, "packed_bf16": packed_bf16, "whole": whole, "whole_bf16": whole - packed + packed_bf16}
 
 
 @dataclass(frozen=True)
@@ -55,18 +45,11 @@ class LayerReport:
     headroom: float | None = None  # that range over the largest input
 
 
-@dataclass(frozen=True)
-class Invocation:
-    """The time (UTC, ISO 8601), the command and the package versions that a report was made with."""
-
-    date: str
-    command: str
-    versions: Mapping[str, str]
-
-    @classmethod
-    def now(cls, command: str) -> Self:
-        versions = {name: version for name in _PACKAGES if (version := installed(name))}
-        return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, {"octavo": __version__} | versions)
+def invocation_of(command: str) -> dict[str, Any]:
+    """The time (UTC, ISO 8601), the command and the package versions that a report is made with."""
+    versions = {name: version for name in _PACKAGES if (version := installed(name))}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": date, "command": command, "versions": {"octavo": __version__} | versions}
 
 
 @dataclass
@@ -82,7 +65,7 @@ class Report:
     layers: list[LayerReport] = field(default_factory=list)  # that are packed
     quality: Quality | None = None  # of the packed model, against MODEL in BF16
     int8: Quality | None = None  # of MODEL in INT8, against MODEL in BF16
-    sizes: Sizes | None = None
+    sizes: Mapping[str, int] | None = None  # of `measure_sizes`
     not_run: str = ""  # why nothing ran
     remarks: list[str] = field(default_factory=list)  # unusual things that are not errors
 
@@ -101,9 +84,9 @@ class Report:
         found = "the bytes are right" if compared else "no fault in the folder by itself, and no weight was compared"
         return f"{found}; {readers if agreeing else 'no reader was tried'}"
 
-    def to_dict(self, invocation: Invocation) -> dict[str, Any]:
+    def to_dict(self, invocation: Mapping[str, Any]) -> dict[str, Any]:
         """The report for JSON. JSON has no inf and no NaN, so they become None."""
-        fields = asdict(invocation) | {"octavo_version": __version__, "ok": self.ok} | asdict(self)
+        fields = {**invocation, "octavo_version": __version__, "ok": self.ok, **asdict(self)}
         fields |= {"model": fields.pop("architecture"), "bytes": fields.pop("sizes"), "packed": str(self.packed)}
         fields |= {"against": self.against and str(self.against), "not_run": self.not_run or None}
         return finite(fields | {"data": self.data and self.data.to_dict()})
@@ -203,8 +186,8 @@ def _sizes(report: Report) -> Table:
     rows = [
         (name, f"{size / 1e6:.2f}", f"{bf16 / 1e6:.2f}", f"{size / bf16:.3f}")
         for name, size, bf16 in (
-            ("packed layers, with scales", sizes.packed, sizes.packed_bf16),
-            ("all tensors", sizes.whole, sizes.whole_bf16),
+            ("packed layers, with scales", sizes["packed"], sizes["packed_bf16"]),
+            ("all tensors", sizes["whole"], sizes["whole_bf16"]),
         )
         if bf16
     ]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,30 +32,21 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The quantization of one layer. `per_tensor` and `per_channel` make the common ones.
+    """The quantization of one layer.
 
     `inputs` are "none" (not rounded), "static" (input_scale is stored), "tensor" (one dynamic scale), or "token" (one
     dynamic scale a token).
     """
 
-    rows: int  # of the block of the weight [N, K] that shares a scale; 0 stands for all
-    columns: int
-    inputs: str
+    rows: int = 0  # of the block of the weight [N, K] that shares a scale; 0 stands for all
+    columns: int = 0
+    inputs: str = "none"
     group: int = 0  # for "token", the number of neighbours in a token that share a scale; 0 stands for all
     exponents: bool = False  # scales are powers of two, stored as bytes e + 127
     integers: bool = False  # the numbers are int8, not e4m3
     scale: str = "weight_scale"  # the last part of its name
     input_scale: str = "input_scale"
     pow2_inputs: bool = False  # the scales of inputs are powers of two. They are with `exponents`, too
-
-    @classmethod
-    def per_tensor(cls, inputs: str, **settings: Any) -> Self:
-        return cls(0, 0, inputs, **settings)
-
-    @classmethod
-    def per_channel(cls, inputs: str, **settings: Any) -> Self:
-        """One scale for each row of the weight."""
-        return cls(1, 0, inputs, **settings)
 
     @property
     def dtype(self) -> str:
@@ -95,8 +86,8 @@ class LayerSpec:
 Groups = list[tuple[list[str], LayerSpec]]
 """what layers are named by (names, patterns, the class Linear), and their spec; the first fit counts"""
 _MODELOPT = {
-    "FP8": LayerSpec.per_tensor("static"),
-    "FP8_PER_CHANNEL_PER_TOKEN": LayerSpec.per_channel("token"),
+    "FP8": LayerSpec(inputs="static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": LayerSpec(rows=1, inputs="token"),
     "FP8_PB_WO": LayerSpec(128, 128, "token", 128),  # "weight only", but vLLM rounds the inputs like this
 }
 
@@ -246,7 +237,7 @@ def _fp8(settings: Mapping[str, Any]) -> LayerSpec:
         raise SpecError("quant_method fp8 must state a weight_block_size, or null: this is AutoFP8, which is not read")
     if not block:
         inputs = "static" if scheme == "static" else "token"
-        return LayerSpec.per_tensor(inputs, scale="weight_scale_inv", input_scale="activation_scale")
+        return LayerSpec(inputs=inputs, scale="weight_scale_inv", input_scale="activation_scale")
     if not _is_shape(block) or scheme == "static":
         raise SpecError(f"weight_block_size must be two sizes, with dynamic activations; it is {block!r}, {scheme}")
     if (scale_fmt := settings.get("scale_fmt", "float")) not in ("float", "ue8m0"):
@@ -273,8 +264,8 @@ def _torchao(settings: Mapping[str, Any]) -> LayerSpec:
             f"PerTensor; it is {described!r}"
         )
     if each == {"PerRow"}:
-        return LayerSpec.per_channel(inputs)
-    return LayerSpec.per_tensor("tensor" if inputs == "token" else inputs)
+        return LayerSpec(rows=1, inputs=inputs)
+    return LayerSpec(inputs="tensor" if inputs == "token" else inputs)
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Groups | LayerSpec]] = {
@@ -400,7 +391,7 @@ def _dynamic_scale(amax: Tensor, spec: LayerSpec) -> Tensor:
 #     k_q = e4m3(k / k_scale) * k_scale      k after rotary embedding; v alike; one scale a tensor, saturating at 448
 
 
-_CACHE_SPEC = LayerSpec.per_tensor("static")
+_CACHE_SPEC = LayerSpec(inputs="static")
 # The names below that of an attention layer, as compressed-tensors, vLLM, ModelOpt and older writers (two) spell them.
 _LEAVES = (
     ("k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale"),

@@ -340,14 +340,14 @@ def _widened(data: Tensor, scale: Tensor | None) -> tuple[Tensor, bool, str]:
     if data.ndim == 3:  # a stack of experts: their rows, one below the other
         weight, _, wrong = _widened(data.flatten(0, 1), scale.flatten(0, 1))
         return weight.view(data.shape), True, wrong
-    values = scale_values(scale.detach(), LayerSpec.per_tensor("none"))
+    values = scale_values(scale.detach(), LayerSpec())
     rows, columns = (_block(size, count) for size, count in zip(data.shape, values.shape, strict=True))
     if rows < 0 or columns < 0:
         return numbers, True, f"is {list(data.shape)}, and its scale {list(scale.shape)} fits no block of it"
     wrong = _wrong_scale(values)
     if not wrong and bool((values == 1).all()) and data.is_floating_point() and float(numbers.abs().max()) >= _LARGE:
         wrong = "has scales that are all 1, beside bytes up to 240 and more: they were never loaded"
-    return widen(data, scale.detach(), LayerSpec(rows, columns, "none")), True, wrong
+    return widen(data, scale.detach(), LayerSpec(rows, columns)), True, wrong
 
 
 def _wrong_scale(scale: Tensor) -> str:

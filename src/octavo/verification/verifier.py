@@ -5,7 +5,7 @@ The steps, in this order, each with its modules. No model runs on bytes that are
     stored_files, layer_spec, checks    the files, the settings and the tensors by themselves, then against those of the
                                         model that was packed, MODEL
     here                                the scales of inputs, keys and values against those that a calibration gives
-    readers, streamed_model             every reader installed here against a reference that is built from the bytes
+    readers                             every reader installed here against a reference that is built from the bytes
     here                                on prompts, the error of each layer and of the model, beside INT8's
 """
 
@@ -36,9 +36,8 @@ from octavo.verification.checks import Required, check_folder, check_weights, ju
 from octavo.verification.findings import LayerReport, Report, measure_sizes
 from octavo.verification.layer_spec import LayerSpec, PackedLayers, RoundInput, round_input, scale_values
 from octavo.verification.layer_spec import round_input_by_compressed_tensors as by_compressed_tensors
-from octavo.verification.readers import Probe, try_readers
+from octavo.verification.readers import Probe, StreamedModel, expert_outputs, required_by, try_readers
 from octavo.verification.stored_files import CheckpointFiles, Finding, check_description, read_files
-from octavo.verification.streamed_model import StreamedModel, expert_outputs, required_by
 
 
 def verify(
@@ -313,7 +312,7 @@ def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec], packe
 # The statistics of the calibration are exact counts (docs/format.md), and the rules are computed here a second time.
 
 
-_E4M3 = LayerSpec.per_tensor("static")
+_E4M3 = LayerSpec(inputs="static")
 _PERCENT = 99.99
 _SAME = 1e-4  # relative: the rounding of the rules, far below the steps of a scale that is wrong
 _FACTOR = 4.0  # between calibrations on other text, by other rules
@@ -404,7 +403,7 @@ _RULES: dict[Any, Any] = {"amax": _by_amax, "percentile": _by_percentile, "mse":
 # packed folder, and MODEL with the packed layers in INT8 instead.
 
 
-_INT8 = LayerSpec.per_channel("token", integers=True)  # a scale for each row of the weight and for each token
+_INT8 = LayerSpec(rows=1, inputs="token", integers=True)  # a scale for each row of the weight and for each token
 
 
 @dataclass
