@@ -23,13 +23,12 @@ from tiny_runs import before_steps
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from octavo.checkpoint.dcp_writer import SafetensorsWriter
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.packing import pack
 from octavo.train import saving as checkpoint
 from octavo.train.finished import open_run
-from octavo.train.saving import CheckpointWriter, load_checkpoint
+from octavo.train.saving import CheckpointWriter, SafetensorsWriter, load_checkpoint
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]
 DESCRIBED = ["step", "skipped_steps", "fingerprint", "scaler"]

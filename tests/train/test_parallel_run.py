@@ -27,13 +27,13 @@ from tiny_runs import TINY, after_steps, tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.tensor import DTensor
 
-from octavo.checkpoint.dcp_writer import SafetensorsWriter
 from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.folder import RunFolder
 from octavo.train import processes
 from octavo.train.config import Config, ConfigError, Parallel
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import Degrees, agree_on_name, check_parallel, find_degrees, gather, mean_of_ranks
+from octavo.train.saving import SafetensorsWriter
 from octavo.train.trainer import Trainer, resume_run, start_run
 from octavo_cli import main
 

@@ -6,15 +6,17 @@ parts. The data needs no state: batch i depends only on i and the seed (`octavo.
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
 from octavo.checkpoint import files
 from octavo.checkpoint import folder as folders
-from octavo.checkpoint.dcp_writer import SafetensorsWriter
 from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, is_finite
 from octavo.checkpoint.folder import ADAPTER_CONFIG, ADAPTERS, PEFT_PREFIX, WEIGHTS, RunFolder, WriteError
 from octavo.nn.parallel_weights import first_indices, local_part
@@ -266,6 +270,87 @@ def _stem(model: nn.Module) -> str:
     return ADAPTERS if any(".lora_" in name for name, _ in model.named_parameters()) else WEIGHTS
 
 
+# ---- A storage of torch.distributed.checkpoint (DCP) whose files are plain safetensors files.
+#
+# DCP's own writers give each rank files of its own, which only DCP reads, or join these files afterwards, which writes
+# every byte twice. Here the coordinator makes each file with its header and space for all data, and every rank writes
+# its parts of the tensors to their places. So the files do not depend on the number of ranks, and everything that opens
+# safetensors files opens them, DCP's `HuggingFaceStorageReader` included. All ranks must see one file system that lets
+# several processes write different bytes of a file.
+
+
+class SafetensorsWriter(StorageWriter, ExitStack):
+    """Writes tensors named STEM/NAME to the files STEM.safetensors of the folder `target`, which appears whole or not
+    at all, beside `texts` (name -> content).
+
+    It is a context manager around `dcp.save`: if the save fails, the partial folder is removed.
+    """
+
+    def __init__(self, target: Path, texts: Mapping[str, str]) -> None:
+        super().__init__()
+        self.target, self._texts = target, texts
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            self.enter_context(folders.whole_folder(self.target))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the files on the coordinator, and tell each rank the places of its tensors."""
+        specs: dict[str, dict[str, Tensor]] = {}
+        items: list[Any] = sorted((item for plan in plans for item in plan.items), key=lambda item: item.index.fqn)
+        for item in items:
+            stem, _, name = item.index.fqn.partition("/")
+            whole = item.tensor_data
+            specs.setdefault(stem, {})[name] = torch.empty(whole.size, dtype=whole.properties.dtype, device="meta")
+        folder, about = folders.partial_folder(self.target), {"format": "pt", "octavo_version": __version__}
+        places = {
+            f"{stem}/{name}": place
+            for stem, each in specs.items()
+            for name, place in files.create_files(folder, stem, each, about).items()
+        }
+        return [
+            replace(plan, storage_data={item.index.fqn: places[item.index.fqn] for item in plan.items})
+            for plan in plans
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the parts of this rank, and flush them to the disk."""
+        places: dict[str, files.Place] = plan.storage_data
+        by_file: list[Any] = sorted(plan.items, key=lambda item: places[item.index.fqn].file)
+        results = []
+        for name, items in groupby(by_file, key=lambda item: places[item.index.fqn].file):
+            with (folders.partial_folder(self.target) / name).open("r+b") as file:
+                for item in items:
+                    part: Any = planner.resolve_data(item)
+                    offsets = item.tensor_data.chunk.offsets
+                    checksum = files.write_part(file, places[item.index.fqn], part, offsets)
+                    results.append(WriteResult(item.index, part.nbytes, [list(offsets), list(part.shape), checksum]))
+                file.flush()
+                os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the checksums, and give the folder its name, on the coordinator, after all ranks have written."""
+        parts: dict[str, list[Any]] = {}
+        for written in chain.from_iterable(results):
+            parts.setdefault(written.index.fqn, []).append(written.storage_data)
+        for name, content in {**self._texts, files.CHECKSUMS: json.dumps(parts)}.items():
+            (folders.partial_folder(self.target) / name).write_text(content)
+        self.close()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a writer writes one folder."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
 # ---- Writing the checkpoints of a run while it trains on.
 
 
@@ -337,11 +422,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 self._copy.close()
 
     def _write(self, target: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
-        ours = {"octavo_version": __version__}
-        weights = {"format": "pt", **ours}
-        metadata = {WEIGHTS: weights, ADAPTERS: weights, "optimizer": ours, "state": ours}
         try:
-            with SafetensorsWriter(target, texts, metadata) as writer:
+            with SafetensorsWriter(target, texts) as writer:
                 # `save` would warn in a single process that there are no others.
                 _save_state_dict(tensors, writer, self._group, no_dist=self._group is None, planner=self._copy)
         except CheckpointException as error:
