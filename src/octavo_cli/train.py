@@ -56,11 +56,14 @@ def train_command(
       torchrun --nproc-per-node 8 -m octavo train llama-3-8b --data books --out runs/8b
     """
     with progress("starting"):
-        from octavo.train.config import ConfigError  # with PyTorch, which takes seconds
-        from octavo.train.settings import describe
+        from octavo.train.config import RULES, TYPE_NAMES, Config, ConfigError, settings_of  # with PyTorch: seconds
 
     if settings:
-        rows = [(f"--{name.replace('_', '-')}", kind, str(default), text) for name, kind, default, text in describe()]
+        rows = [
+            (f"--{name.replace('_', '-')}", TYPE_NAMES[each.kind], default, each.help)
+            for name, each in settings_of(Config).items()
+            for default in [RULES[name].words if each.default is None else str(each.default)]
+        ]
         print_table(Table("", ("setting", "type", "default", "meaning"), rows, prose=("meaning",)))
         return
     config, overrides = settings_after(config, context)
@@ -76,11 +79,12 @@ def train_command(
 
 
 def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrides: list[str]) -> None:
-    from octavo.train.processes import live_console, print_line, same_outcome, world_size
+    from octavo.train.processes import print_line, same_outcome, training_console, world_size
     from octavo.train.settings import load_config
-    from octavo.train.trainer import branch_settings, resume_run, start_or_resume, start_run, was_restarted
+    from octavo.train.trainer import branch_settings, resume_run, start_or_resume
 
-    with live_console() as console:
+    console = training_console()
+    with console.bar:
         if resume_from:
             trainer = resume_run(resume_from, overrides, console)
         else:
@@ -88,8 +92,7 @@ def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrid
                 config = load_config(path, overrides)
                 if config.branch and path is None:
                     config = branch_settings(Path(config.branch), overrides)
-            start = start_or_resume if was_restarted() or or_resume else start_run
-            trainer = start(config, console)
+            trainer = start_or_resume(config, console, asked=or_resume)
         result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:

@@ -4,7 +4,6 @@ import functools
 import math
 import sys
 
-import numpy as np
 import pytest
 import torch
 from patience import HANG
@@ -19,7 +18,6 @@ from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder
 from octavo.train import optimizer as optimizers
 from octavo.train.config import Config
-from octavo.train.model import cast_weights
 from octavo.train.optimizer import accumulate_in_fp32, clip_gradients, learning_rate, make_optimizer, optimizer_state
 from octavo.train.processes import Degrees, make_mesh
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
@@ -289,8 +287,8 @@ def test_a_step_is_adamws_but_for_the_rounding_of_its_moments(state):
 @pytest.mark.parametrize("how", [{"weights": "bf16"}, {"state": "8bit"}, {"state": "fp8", "weights": "bf16"}], ids=str)
 def test_a_step_is_torchaos_and_wraps_nothing_for_compilation(how, monkeypatch):
     def trained_in_dtype(compile):
-        model, config = make_model(), config_of(**how)
-        optimizer = make_optimizer(cast_weights(model, config), config)
+        model = make_model().to(torch.bfloat16 if "weights" in how else torch.float32)
+        optimizer = make_optimizer(model, config_of(**how))
         with monkeypatch.context() as patch:
             patch.setattr(torch, "compile", compile)
             take_steps(model, optimizer, 3)
@@ -327,15 +325,6 @@ def rounded(steps, update, seed=0):
         model[0].grad = torch.ones_like(model[0])
         adamw.step()
     return model[0].detach().double()
-
-
-def test_updates_below_the_spacing_of_bf16_arrive_on_average():
-    """The spacing below 1 is 1/256: rounding to nearest would leave all weights where they are."""
-    steps, update = 40, 2.0**-11
-    found = 1 - rounded(steps, update)
-    deviation = np.sqrt(steps * update * 2.0**-8 / 4096)  # of the mean: each step is a draw of 0 or 1/256
-    assert abs(float(found.mean()) - steps * update) < 5 * deviation
-    assert float(found.std()) > 0
 
 
 def test_rounding_depends_on_the_seed_and_the_step_and_leaves_the_random_state_alone():

@@ -68,7 +68,7 @@ def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
     config, saved = _read(source, changes)
     known = load_tokenizer(saved).vocabulary_size if saved.exists() else known_vocabulary(config)
     # Llama 3's where nobody knows it: the dtypes do not depend on it.
-    model = models.make_meta_model(config, known or 128256, saved).train()
+    model = models.make_model(config, known or 128256, saved, models.META).train()
     models.convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
     models.prepare_blocks(model, config.change(**{"compile.blocks": False}))
     tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device="meta")

@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,32 +56,23 @@ from octavo.train.loss import Loss, chunked_loss, whole_loss
 from octavo.train.processes import Degrees, make_mesh, rank, same_outcome, total_memory, unit_size
 from octavo.util import hub_hint, import_extra, open_config, open_local, reading
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def make_model(config: Config, vocabulary: int, saved: Path, device: torch.device = CPU) -> nn.Module:
     """The model of `config`, its weights drawn in FP32 from torch's seed or read from the Hugging Face folder. A
     resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights. A packed model
-    is on `device`, where its GEMMs will run; another one is on the CPU."""
-    ours = config.model in BUILT_IN_MODELS
-    made = build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved, device)
-    return cast_weights(made, config)
-
-
-def cast_weights(model: nn.Module, config: Config) -> nn.Module:
-    """`model`, with its parameters in the dtype of the settings. Buffers, such as rotary frequencies, stay in FP32."""
+    is on `device`, where its GEMMs will run; another one is on the CPU, or on the meta device with shapes alone.
+    Buffers, such as rotary frequencies, stay in FP32."""
+    if config.model in BUILT_IN_MODELS:
+        with META if device == META else nullcontext():
+            model: nn.Module = build(_built_in(config, vocabulary))
+    else:
+        model = open_language_model(config, saved, device)
     if config.optimizer.weights == "bf16":
         for p in model.parameters():
             p.data = p.data.to(torch.bfloat16)
     return model
-
-
-def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
-    """The model of `make_model` on the meta device: its parameters have shapes, and no memory."""
-    if config.model in BUILT_IN_MODELS:
-        with torch.device("meta"):
-            return make_model(config, vocabulary, saved)
-    return cast_weights(describe_language_model(config, saved), config)
 
 
 def convert_model(
@@ -211,13 +202,18 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
 
 def open_language_model(config: Config, saved: Path, device: torch.device = CPU) -> nn.Module:
     """The model of the folder `config.model` with its weights, in FP32; of a resumed run with random ones. Where they
-    are frozen (`lora`), they are always those of the folder, in BF16 or packed. A packed model is on `device`."""
-    auto, source = _transformers(config.model).AutoModelForCausalLM, Path(config.model)
-    if saved.exists() and not config.lora:
-        check_folder(saved, config)
-        with quiet_transformers(), reading(saved, DESCRIPTION, ArtifactError):
-            return _prepared(auto.from_config(open_config(saved), dtype=torch.float32), config)
+    are frozen (`lora`), they are always those of the folder, in BF16 or packed. A packed model is on `device`. On the
+    meta device a model has its parameters there, and its buffers on the CPU."""
+    auto, meta = _transformers(config.model).AutoModelForCausalLM, device == META
+    source = saved if saved.exists() and (meta or not config.lora) else Path(config.model)
     check_folder(source, config)
+    if meta or source == saved:
+        described = open_config(source)
+        with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError), META if meta else nullcontext():
+            model: Any = auto.from_config(described, dtype=torch.float32)
+        if meta:
+            meta_model.compute_buffers(model, "cpu")
+        return _prepared(model, config)
     if is_packed(source):
         if (config.recipe, config.skip, config.bf16_gemms, config.only_if_faster) != ("rowwise", (), (), False):
             raise ConfigError(
@@ -236,18 +232,6 @@ def open_language_model(config: Config, saved: Path, device: torch.device = CPU)
     with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
         model, found = open_local(auto, source, config=open_config(source), dtype=dtype, output_loading_info=True)
         _check_opened(model, sorted(found["missing_keys"]), source)
-    return _prepared(model, config)
-
-
-def describe_language_model(config: Config, saved: Path) -> nn.Module:
-    """The model of `open_language_model` with its parameters on the meta device, and its buffers on the CPU."""
-    transformers = _transformers(config.model)
-    source = saved if saved.exists() else Path(config.model)
-    check_folder(source, config)
-    described = open_config(source)
-    with quiet_transformers(), reading(source / "config.json", DESCRIPTION, ArtifactError), torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
-    meta_model.compute_buffers(model, "cpu")
     return _prepared(model, config)
 
 
@@ -457,12 +441,12 @@ def make_trained_model(
         if mesh is None:
             model = make_model(config, vocabulary, saved, device).to(CPU if config.optimizer.on_host else device)
         elif config.model in BUILT_IN_MODELS:
-            with torch.device("meta"), OneProcessDraws():  # type: ignore[no-untyped-call]
-                model = make_model(config, vocabulary, saved)
+            with OneProcessDraws():  # type: ignore[no-untyped-call]
+                model = make_model(config, vocabulary, saved, META)
         else:
             if rank() == 0 and not resumed:
                 weights = open_language_model(config, saved).state_dict()
-            model = make_meta_model(config, vocabulary, saved)
+            model = make_model(config, vocabulary, saved, META)
         loss = make_loss(config, model)
         report = convert_model(model, config, device if divided or config.optimizer.on_host else None, degrees.data)
         spare_search(model)
@@ -471,7 +455,7 @@ def make_trained_model(
         return TrainedModel(model, loss, report)
     fp8 = report is not None and bool(report.converted) and report.recipe.quantized
     gathered = parallelize(model, config, mesh, fp8=fp8)
-    _materialize(model, device, torch.device("cpu") if config.optimizer.offload else device)
+    _materialize(model, device, CPU if config.optimizer.offload else device)
     if not resumed:  # the checkpoint of a resumed run has the weights
         _fill(model, weights)
     torch.manual_seed(config.seed + 1 + degrees.share(rank())[0])  # dropout differs where the sequences do

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import io
 import math
 import os
 import pickle
@@ -376,24 +377,12 @@ def total_memory(device: torch.device) -> int:
 _LONG = 1000  # tokens of a sample that takes long enough to show its progress
 
 
-@contextmanager
-def live_console() -> Iterator[Console]:
-    """The console of a run, with the live line on a terminal."""
-    console = training_console()
-    if not console.is_terminal:
-        yield console
-        return
-    live = LiveConsole(console.file)
-    with live.bar:
-        yield live
-
-
-def training_console() -> Console:
+def training_console() -> "LiveConsole":
     """A console on standard output. If that can no longer be written, it says so once and prints nothing more. The run
     goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full."""
     if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
-        return Console(quiet=True)
-    return Console(file=cast(IO[str], LastingStream(sys.stdout)))
+        return LiveConsole(io.StringIO(), quiet=True)
+    return LiveConsole(cast(IO[str], LastingStream(sys.stdout)))
 
 
 def print_line(console: Console, text: str) -> None:
@@ -402,22 +391,24 @@ def print_line(console: Console, text: str) -> None:
 
 
 class LiveConsole(Console):
-    """A terminal with a live line below its other lines: what runs, how far, the last figures and the time left."""
+    """A console that on a terminal has a live line, while its `bar` is entered, below its other lines: what runs, how
+    far, the last figures and the time left."""
 
-    def __init__(self, file: IO[str]) -> None:
-        super().__init__(file=file)
+    def __init__(self, file: IO[str], *, quiet: bool = False) -> None:
+        super().__init__(file=file, quiet=quiet)
         doing, said = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
         columns = (doing, BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn())
-        self.bar = Progress(*columns, console=self, transient=True)
+        self.bar = Progress(*columns, console=self, transient=True, disable=not self.is_terminal)
         self.task = self.bar.add_task("starting", total=None, said="")
 
 
 def show(console: Console, doing: str, done: int, total: int, said: str | None = None) -> bool:
     """Write the live line again, if the console has one; `said` are the figures, None for those of before."""
-    if isinstance(console, LiveConsole):
-        said = console.bar.tasks[0].fields["said"] if said is None else said
-        console.bar.update(console.task, description=doing, completed=done, total=total, said=said)
-    return isinstance(console, LiveConsole)
+    if not isinstance(console, LiveConsole) or console.bar.disable:
+        return False
+    said = console.bar.tasks[0].fields["said"] if said is None else said
+    console.bar.update(console.task, description=doing, completed=done, total=total, said=said)
+    return True
 
 
 def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.folder import BUILT_IN_MODELS, RunFolder
-from octavo.train.config import LIST, PRESETS, RULES, TYPE_NAMES, Config, ConfigError, Setting, get_setting, settings_of
+from octavo.train.config import LIST, PRESETS, TYPE_NAMES, Config, ConfigError, Setting, get_setting, settings_of
 from octavo.util import hub_hint, parse_object, reading
 
 # How the command line spells a number.
@@ -31,14 +31,6 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 def read_settings(run: RunFolder) -> Config:
     """The settings of a run, whose folder may have been moved. An ArtifactError if the file is damaged."""
     return Config.from_dict(read_json(run.config) | {"out": str(run.path)}, str(run.config))
-
-
-def describe() -> list[tuple[str, str, object, str]]:
-    """(name, type, default, help) of every setting, in the order of declaration; a derived default in words."""
-    return [
-        (name, TYPE_NAMES[each.kind], RULES[name].words if each.default is None else each.default, each.help)
-        for name, each in settings_of(Config).items()
-    ]
 
 
 def read_file(path: Path) -> dict[str, Any]:

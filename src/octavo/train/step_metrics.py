@@ -12,8 +12,8 @@ import re
 import shlex
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -259,23 +259,19 @@ def scales_of(model: nn.Module) -> dict[str, float]:
 # ---- The watch of a run of the trainer: `octavo.watch` by the table `[watch]`, drawn on the run's boards.
 
 
-@contextmanager
-def watched(config: Config, state: TrainState, run: RunFolder, metrics: Metrics) -> Iterator[Watch | None]:
-    """Watch the model of a run while it trains; None where `watch.interval` is 0."""
-    if not config.watch.interval:
-        yield None
-        return
-    with watch(
-        state.model,
-        folder=run.path,
-        interval=config.watch.interval,
-        rows=config.watch.rows,
-        dtype=AUTOCAST.get(config.precision, torch.float32),
-        resumed_at=state.step,
-    ) as found:
-        if metrics.boards:
-            found.listeners.append(lambda sample: draw_sample(metrics, found, sample))
-        yield found
+def watched(
+    config: Config, state: TrainState, run: RunFolder, metrics: Metrics
+) -> AbstractContextManager[Watch | None]:
+    """The watch of the model of a run while it trains; None where `watch.interval` is 0."""
+    dtype, table = AUTOCAST.get(config.precision, torch.float32), config.watch
+    if not table.interval:
+        return nullcontext()
+    found = watch(
+        state.model, folder=run.path, interval=table.interval, rows=table.rows, dtype=dtype, resumed_at=state.step
+    )
+    if metrics.boards:
+        found.listeners.append(lambda sample: draw_sample(metrics, found, sample))
+    return found
 
 
 def draw_sample(metrics: Metrics, watch: Watch, sample: Sample) -> None:

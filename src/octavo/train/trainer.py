@@ -446,7 +446,7 @@ def prepare_run(
     models.check_memory(config, vocabulary, storage, parts)
     if checkpoint is not None:
         with processes.same_outcome():
-            described = models.add_adapters(models.make_meta_model(config, vocabulary, run.model), config)
+            described = models.add_adapters(models.make_model(config, vocabulary, run.model, models.META), config)
             saving.open_checkpoint(checkpoint, described, corpus.fingerprint)
     torch.manual_seed(config.seed)
     if config.optimizer.offload:
@@ -520,14 +520,11 @@ def header_text(
 # ---- Continuing a run whose job is started again with the same command, by torchrun after a failure or by a scheduler.
 
 
-def was_restarted() -> bool:
-    """True if torchrun has started the job again, because a process failed. Every rank must call this."""
-    return any(processes.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
-
-
-def start_or_resume(config: Config, console: Console) -> Trainer:
-    """The run in `config.out` at its newest checkpoint; a new run if the folder has none. Every rank must call this."""
-    resumes = processes.on_first(lambda: _has_checkpoint(config))  # before the others write to the folder
+def start_or_resume(config: Config, console: Console, *, asked: bool = True) -> Trainer:
+    """The run in `config.out` at its newest checkpoint; a new run if the folder has none, or if nobody has `asked` for
+    that one and torchrun has not started the job again after a failure. Every rank must call this."""
+    restarted = any(processes.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
+    resumes = (asked or restarted) and processes.on_first(lambda: _has_checkpoint(config))  # before others write
     return resume_run(Path(config.out), (), console) if resumes else start_run(config, console)
 
 
