@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from csv import DictWriter
+from dataclasses import asdict
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,7 +110,7 @@ def plan_command(
     labels = [label for label, _ in cases]
     plans: list[TrainingPlan] = [] if serve else [each.training() for _, each in cases]
     served: list[ServingPlan] = [each.serving() for _, each in cases] if serve else []
-    figures = [plan.to_dict() for plan in served] or [plan.to_dict() for plan in plans]
+    figures = [asdict(plan) for plan in served] or [plan.to_dict() for plan in plans]
     _save(csv, as_json, [{"case": label, **each} for label, each in zip(labels, figures, strict=True)])
     if as_json:
         return

@@ -256,9 +256,7 @@ def test_a_ring_moves_all_but_the_own_shard() -> None:
     assert links.gather(8e9, 16) == pytest.approx(8e9 * 15 / 16 / 50e9 + NETWORK_HOP + 14 * HOP)
     assert replace(links, network=math.inf).gather(8e9, 16) < links.gather(8e9, 16)
     assert links.reduce(1e9, 4) == pytest.approx(2 * 1e9 * 0.75 / (50e9 / 8) + 4 * NETWORK_HOP)
-
-
-def test_one_gpu_communicates_nothing() -> None:
+    # one GPU communicates nothing
     assert TRAINING.step(Links(1.0), 1) == pytest.approx(4 * 0.3 + 0.05 + 0.08)
 
 

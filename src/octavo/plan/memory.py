@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from octavo.numerics.qtensor import ROW, TENSOR
 from octavo.ops.dispatch import COLUMNS
-from octavo.plan.model_shape import Architecture, Block, Layer
+from octavo.plan.model_shape import Block, Layer
 from octavo.plan.setup import BF16, FP8, Setup
 from octavo.recipe import Recipe
 from octavo.train.processes import unit_size
@@ -85,7 +85,7 @@ def _with_gradients(setup: Setup, block: Block, *, start: bool) -> int:
 def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     """Bytes that one block saves on one GPU; `mode` of activation checkpointing is by default that of the settings."""
     mode, again = mode or setup.config.activation_checkpointing.mode, 0.0
-    if mode == "selective" and recomputes_hidden(setup, block):
+    if mode == "selective" and setup.recomputes_hidden(block):
         again = 2.0 * block.activated - (0 if block.has_experts else setup.model.width)  # the bytes of n are saved
     elif mode != "none":
         return checkpointed_bytes(setup, block, mode) * setup.tokens / setup.degrees.tp
@@ -109,13 +109,13 @@ def _again_bytes(setup: Setup, block: Block) -> float:
     if setup.config.activation_checkpointing.mode == "none":
         return 0.0
     again = saved_bytes(setup, block, "none") - saved_bytes(setup, block)
-    return again if recomputes_hidden(setup, block) else again + saved_bytes(setup, block, "full")
+    return again if setup.recomputes_hidden(block) else again + saved_bytes(setup, block, "full")
 
 
 def passing_bytes(setup: Setup, block: Block) -> float:
     """Temporary tensors of a block's backward pass, in the MLP. A fused MLP is one function, which in eager mode frees
     its dh, du, h and transposed copies as it returns. Elsewhere du takes the place of saved tensors that are freed."""
-    hidden, width, fused = block.hidden, setup.model.width, is_fused(setup.model, setup.recipe)
+    hidden, width, fused = block.hidden, setup.model.width, setup.fused
     u = block.activated
     if fused and setup.config.compile.blocks:
         features = 3 * hidden + u + 2 * width
@@ -185,22 +185,11 @@ def block_bytes(setup: Setup, block: Block) -> float:
     )
 
 
-def is_fused(model: Architecture, recipe: Recipe) -> bool:
-    """True if the model's norms and activations quantize in the pass that computes them."""
-    return model.fused and recipe.fusable is not None
-
-
-def recomputes_hidden(setup: Setup, block: Block) -> bool:
-    """True if selective checkpointing computes the inputs of the activation again: the MLP or the experts are fused."""
-    fused = setup.fused_experts if block.has_experts else is_fused(setup.model, setup.recipe)
-    return fused and setup.config.activation_checkpointing.mode == "selective"
-
-
 def _hidden_bytes(setup: Setup, block: Block) -> float:
     """The bytes that the activation and, in a block of experts that are not fused, the last layer save."""
     u, compiled = block.activated, setup.config.compile.blocks
     routed = max((layer.active for layer in block.layers if layer.copies > 1), default=0)  # experts of a token
-    fused = setup.fused_experts if routed else is_fused(setup.model, setup.recipe)
+    fused = setup.fused_experts if routed else setup.fused
     activated = block.hidden if block.gated and not compiled and not fused else 0  # silu(gate)
     outputs = 0.0 if fused or compiled else 4.0  # bytes of each expert's
     return 2.0 * (u + activated) + outputs * routed * setup.model.width
@@ -215,7 +204,7 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
     if experts:
         return element_bytes(elements, recipe) if setup.fp8_experts else 2.0 * elements
     converted = recipe.quantized and name != "router"
-    if is_fused(setup.model, recipe):  # norm outputs and h: only their scales
+    if setup.fused:  # norm outputs and h: only their scales
         return element_bytes(elements, recipe) if name == "o" and fp8_attention else 4.0
     if name == "o" and (not converted or (recipe.dw is None and not recipe.exact_backward)):
         return 2.0 * elements if fp8_attention else 0.0
@@ -243,7 +232,7 @@ def checkpointed_bytes(setup: Setup, block: Block, mode: str) -> float:
     inputs = (setup.residual + 2.0) * setup.model.width
     if mode == "full":
         return inputs
-    gemms = block.groups if is_fused(setup.model, setup.recipe) else [(layer,) for layer in block.layers]
+    gemms = block.groups if setup.fused else [(layer,) for layer in block.layers]
     if len(gemms) % 2:  # the last output is an input of the next block, which is counted
         gemms = gemms[:-1]
     outputs = sum(layer.outputs * layer.active for group in gemms[::2] for layer in group)

@@ -277,20 +277,16 @@ def _gpt2(name: str, f: Fields) -> Architecture:
         "ffn_dim": f.get("n_inner") or 4 * width, "max_position_embeddings": f["n_positions"],
         "vocab_size": f["vocab_size"], "tie_word_embeddings": f.get("tie_word_embeddings", True), "model_type": "gpt2",
     }  # fmt: skip
-    return _decoder_with_positions(name, sizes, f["n_positions"], bias=True)
+    return _opt(name, sizes, unread=0)
 
 
-def _opt(name: str, f: Fields) -> Architecture:
+def _opt(name: str, f: Fields, unread: int = 2) -> Architecture:
     """OPT's model, which Octavo's GPT-2 is saved as. Its table of positions has two rows that no position reads."""
-    f = {"tie_word_embeddings": True} | dict(f)
-    return _decoder_with_positions(name, f, f["max_position_embeddings"] + 2, bias=f.get("enable_bias", True))
-
-
-def _decoder_with_positions(name: str, f: Fields, positions: int, *, bias: bool) -> Architecture:
     width, heads, hidden = f["hidden_size"], f["num_attention_heads"], f["ffn_dim"]
-    block = _encoder_block(f["num_hidden_layers"], width, heads, hidden, bias=bias, causal=True)
-    model = _language_model(name, f, [block], fused=True, others=2 * width)
-    return replace(model, embeddings=model.embeddings + positions * width, layer_norm=True)
+    block = _encoder_block(f["num_hidden_layers"], width, heads, hidden, f.get("enable_bias", True), causal=True)
+    model = _language_model(name, {"tie_word_embeddings": True, **f}, [block], fused=True, others=2 * width)
+    positions = (model.context + unread) * width
+    return replace(model, embeddings=model.embeddings + positions, layer_norm=True)
 
 
 def _encoder_block(count: int, width: int, heads: int, hidden: int, bias: bool = True, causal: bool = False) -> Block:

@@ -14,9 +14,8 @@ from the data sheet.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from octavo.checkpoint.scheme import CHANNEL, FUSED, INT8, MX, SCHEMES, WEIGHT, Scheme, find_gemm, get_scheme, scheme_on
 from octavo.ops.dispatch import SHORTEST_PROMPT
@@ -250,9 +249,6 @@ class ServingPlan:
     largest_context: int
     measured: bool
     origins: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def plan_serving(server: Server) -> ServingPlan:

@@ -116,6 +116,11 @@ class Setup:
         return self.config.batch // self.degrees.data * self.config.context
 
     @property
+    def fused(self) -> bool:
+        """True if the model's norms and activations quantize in the pass that computes them."""
+        return self.model.fused and self.recipe.fusable is not None
+
+    @property
     def fp8_experts(self) -> bool:
         """True if experts run in FP8."""
         architecture = ARCHITECTURES[self.gpu.architecture]
@@ -126,6 +131,11 @@ class Setup:
     def fused_experts(self) -> bool:
         """True if experts run in FP8 with the passes between their GEMMs fused."""
         return self.fp8_experts and self.recipe.fusable is not None
+
+    def recomputes_hidden(self, block: Block) -> bool:
+        """True if selective checkpointing computes the inputs of the activation again: the MLP or experts are fused."""
+        fused = self.fused_experts if block.has_experts else self.fused
+        return fused and self.config.activation_checkpointing.mode == "selective"
 
     @property
     def attention_limit(self) -> str | None:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.numerics.qtensor import ROW, TENSOR
-from octavo.plan.memory import is_fused, recomputes_hidden
 from octavo.plan.model_shape import Block
 from octavo.plan.setup import FP32, Setup, attention_seconds
 from octavo.rates.measured import Gpu, Shape, forward_seconds, fp8_speed, linear_seconds, product_seconds
@@ -74,7 +73,7 @@ def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     copies = copied_bytes(setup, block.weights, block.parameters) / tp / setup.gpu.copy_rate
     mode = setup.config.activation_checkpointing.mode
     again = 0.0 if mode == "none" else _products_again(setup, block)
-    if mode != "none" and not recomputes_hidden(setup, block):
+    if mode != "none" and not setup.recomputes_hidden(block):
         again += passes_forward
     if mode == "full":
         again += attention_forward
@@ -102,7 +101,7 @@ def block_products(setup: Setup, block: Block) -> list[Product]:
     found, tp, config = [], setup.degrees.tp, setup.config
     for group in block.groups:
         first = group[0]
-        stacked = is_fused(setup.model, setup.recipe) and first.copies == 1
+        stacked = setup.fused and first.copies == 1
         outputs = [sum(layer.outputs for layer in group)] if stacked else [layer.outputs for layer in group]
         by_rows = first.group in ("o", "down")  # tensor parallelism divides the inputs of these layers
         for n in outputs:
@@ -131,7 +130,7 @@ def _products_again(setup: Setup, block: Block) -> float:
     """The GEMMs that activation checkpointing computes again, and the casts to BF16 that they need. In eager mode the
     function of a converted layer computes its output too."""
     products = block_products(setup, block)
-    if recomputes_hidden(setup, block):
+    if setup.recomputes_hidden(block):
         return _seconds_of(forward_seconds, setup, [each for each in products if each.layer == "up"])
     if setup.config.activation_checkpointing.mode == "selective":
         products = products[1::2]
@@ -255,7 +254,7 @@ def block_passes(setup: Setup, block: Block) -> tuple[list[Pass], list[Pass]]:
 
 def _norm(setup: Setup) -> tuple[float, float]:
     """Instructions a token of a norm, forward and backward."""
-    if not setup.model.layer_norm or is_fused(setup.model, setup.recipe):
+    if not setup.model.layer_norm or setup.fused:
         return 0.0, 0.0
     columns = 1 << (setup.model.width - 1).bit_length()
     return LAYER_NORM[0] * columns, LAYER_NORM[1] * columns
@@ -264,7 +263,7 @@ def _norm(setup: Setup) -> tuple[float, float]:
 def _activation(setup: Setup, block: Block) -> tuple[Pass, Pass]:
     u, hidden = block.activated, block.hidden
     forward, backward = 0.0, 0.0  # instructions an element
-    if not block.gated and not is_fused(setup.model, setup.recipe):
+    if not block.gated and not setup.fused:
         forward, backward = GELU
     elif block.has_experts and not setup.fused_experts:
         backward = STACKED_GATE
@@ -290,7 +289,7 @@ def bias_bytes(setup: Setup, block: Block) -> float:
     again."""
     biased = [layer for layer in block.layers if layer.bias]
     moved = 0
-    if is_fused(setup.model, setup.recipe) and any(layer.group == "up" for layer in biased):
+    if setup.fused and any(layer.group == "up" for layer in biased):
         moved = 2 * (block.activated + block.hidden)
         biased = [layer for layer in biased if layer.group != "up"]
     return moved + 2 * sum(layer.outputs * layer.active for layer in biased)
@@ -338,7 +337,7 @@ def host_seconds(setup: Setup) -> float:
 def _micro_batch(setup: Setup, block: Block) -> float:
     """Seconds of a block in a micro-batch."""
     quantized, mode = setup.recipe.quantized, setup.config.activation_checkpointing.mode
-    mode = "none" if recomputes_hidden(setup, block) else mode
+    mode = "none" if setup.recomputes_hidden(block) else mode
     if setup.config.compile.blocks:
         seconds = _compiled(setup) + AGAIN[mode]
     else:
@@ -355,7 +354,7 @@ def _compiled(setup: Setup) -> float:
     recipe = setup.recipe
     if not recipe.quantized:
         return BF16
-    if is_fused(setup.model, recipe):
+    if setup.fused:
         return FUSED
     if recipe.scales_by_history:
         return HISTORIES
