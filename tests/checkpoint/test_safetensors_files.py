@@ -45,7 +45,8 @@ def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bytes_of)
 
 
-def test_what_is_written_is_what_the_library_reads(tmp_path):
+def test_what_is_written_is_what_the_library_reads(tmp_path, monkeypatch):
+    """The header is read once, however many tensors are read."""
     given = tensors()
     write_shards(tmp_path, given, reversed(given.items()), {"format": "pt", "by": "us"})
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
@@ -54,19 +55,30 @@ def test_what_is_written_is_what_the_library_reads(tmp_path):
     assert all(same(found[name], t) for name, t in given.items())
     with safe_open(tmp_path / SINGLE, "pt") as file:
         assert file.metadata() == {"format": "pt", "by": "us"}
+    opened: list[Path] = []
+    monkeypatch.setattr(module, "open_file", lambda path: opened.append(path) or open_file(path))
     reader = ShardReader(tmp_path)
     assert same_specs(reader, given)
     assert all(same(reader.get(name), t) for name, t in given.items())
+    found = reader.get_all("cpu")
+    assert all(same(t, given[name]) for name, t in found.items())
+    assert Path("/proc/self/maps").read_text().count(f"{tmp_path / SINGLE}\n") == 1
+    assert opened == [tmp_path / SINGLE]
 
 
 @pytest.mark.parametrize("limit", [1, 100, 10**6])
-def test_shards_and_their_index(tmp_path, limit):
+def test_shards_and_their_index(tmp_path, monkeypatch, limit):
+    """A file is opened for its header and for its data, however many tensors it holds."""
     given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(12)}
+    opened: list[str] = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode="r", **k: opened.append(self.name) or real(self, mode, **k))
     with small_shards(limit):
         write_shards(tmp_path, given, given.items(), {"format": "pt"})
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     count = {1: 12, 100: 3, 10**6: 1}[limit]
     assert files == [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert sorted(name for name in opened if name != INDEX) == sorted(2 * files)
     if count > 1:
         index = json.loads((tmp_path / INDEX).read_text())
         assert index["metadata"]["total_size"] == 12 * 20
@@ -74,18 +86,6 @@ def test_shards_and_their_index(tmp_path, limit):
             assert same(load_file(tmp_path / file)[name], given[name])
     reader = ShardReader(tmp_path)
     assert all(same(reader.get(name), t) for name, t in given.items())
-
-
-@pytest.mark.parametrize("limit", [200, 10**6])
-def test_a_file_is_opened_for_its_header_and_its_data_however_many_tensors_it_holds(tmp_path, monkeypatch, limit):
-    given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
-    opened: list[Path] = []
-    path_open = Path.open
-    monkeypatch.setattr(Path, "open", lambda self, mode="r", **k: opened.append(self) or path_open(self, mode, **k))
-    with small_shards(limit):
-        write_shards(tmp_path, given, given.items(), {"format": "pt"})
-    written = [path.name for path in opened if path.suffix == ".safetensors"]
-    assert sorted(written) == sorted(2 * [path.name for path in tmp_path.glob("*.safetensors")])
 
 
 @pytest.mark.parametrize(
@@ -184,19 +184,6 @@ def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path):
     (tmp_path / SINGLE).unlink()
     with pytest.raises(ArtifactError, match=f"{SINGLE} was removed or changed while.*give the command again"):
         reader.get("b")
-
-
-def test_the_header_is_read_once_however_many_tensors_are_read(tmp_path, monkeypatch):
-    given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
-    save_file(given, tmp_path / SINGLE)
-    opened: list[Path] = []
-    monkeypatch.setattr(module, "open_file", lambda path: opened.append(path) or open_file(path))
-    reader = ShardReader(tmp_path)
-    assert all(same(reader.get(name), t) for name, t in given.items())
-    found = reader.get_all("cpu")
-    assert all(same(t, given[name]) for name, t in found.items())
-    assert Path("/proc/self/maps").read_text().count(f"{tmp_path / SINGLE}\n") == 1
-    assert opened == [tmp_path / SINGLE]
 
 
 @pytest.mark.parametrize("blanks", range(8))

@@ -186,8 +186,5 @@ def test_log_probabilities_of_a_row_by_itself(dtype):
     (gradient,) = torch.autograd.grad(masked.sum(), leaf)
     assert gradient.any(2).tolist() == [[True, False, True, True, False]] * 2
     assert torch.equal(leaf, logits)  # the backward pass writes to memory of its own
-
-
-def test_a_label_that_is_no_token_is_refused():
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         log_probabilities(torch.zeros(2, 5), torch.tensor([1, -1]))

@@ -27,7 +27,7 @@ def train(model, watch, steps, x=None, change=None):
 
 
 def judged(watch, sample):
-    history = History(len(watch.layers), samples=4)
+    history = History(len(watch.layers))
     history.amax[:], history.kurtosis[:] = 1, 1
     made = SampleGrids(*sample, watch.layers)
     with np.errstate(invalid="ignore"):

@@ -88,14 +88,11 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(bad):
     assert all(np.isnan(found[name]) for name in ("scale", "smallest_scale", "sqnr"))
 
 
-def test_a_tensor_of_zeros():
+def test_a_tensor_of_zeros_and_one_of_equal_numbers_which_has_no_kurtosis():
     found = observed(torch.zeros(8, 8), Cast())
     assert (found["amax"], found["rms"], found["zero_rows"], found["flushed"], found["saturated"]) == (0, 0, 1, 0, 0)
     assert found["binades"].sum() == 0
     assert found["scale"] == np.float32(2.0**-126)
-
-
-def test_equal_numbers_have_no_kurtosis():
     assert np.isnan(observed(torch.full((48, 80), -0.1))["kurtosis"])
 
 

@@ -32,7 +32,7 @@ from octavo.util import build, hub_hint, reading
 # nothing. The file says who holds the lock.
 
 
-_PATIENCE = 0.1  # seconds: `check_unlocked` of another program holds the lock for an instant
+_PATIENCE = 0.1  # seconds: `check_absent` of another program holds the lock for an instant
 
 
 class LockedError(RuntimeError):
@@ -79,16 +79,6 @@ def _attempt(folder: Path, path: Path) -> int | None:
     return descriptor
 
 
-def check_unlocked(folder: Path) -> None:
-    """Raise a LockedError if somebody holds the lock of `folder` now. Changes nothing."""
-    try:
-        file = _lock_file(folder).open("r+b")
-    except OSError:
-        return
-    with file:
-        _lock(file.fileno(), folder)
-
-
 def _lock_file(folder: Path) -> Path:
     folder = Path(os.path.abspath(folder))
     return folder.parent / f".{folder.name}.lock"
@@ -126,7 +116,8 @@ def check_absent(target: Path) -> None:
     """Check, before long work begins, that `target` can be written. A FileExistsError if it exists, a LockedError if
     another program writes it."""
     _check_new(target)
-    check_unlocked(target)
+    with suppress(OSError), _lock_file(target).open("r+b") as file:  # there is none where nobody writes
+        _lock(file.fileno(), target)
 
 
 def partial_folder(target: Path) -> Path:
@@ -434,15 +425,11 @@ class RunFolder:
     def check(self) -> None:
         """Raise an ArtifactError unless the folder is that of a run."""
         refuse_checkpoint(self.path)
-        wrong = ""
         if not self.path.is_dir():
-            wrong = f"there is no folder {self.path}"
-        elif not self.config.is_file():
-            wrong = f"{self.path} is no run of octavo train: it has no config.json"
-        elif not self.has_model:
-            wrong = f"{self.path} is a model folder, not a run of octavo train"
-        if wrong:
-            raise ArtifactError(f"{wrong}: give the folder that octavo train wrote")
+            raise ArtifactError(f"there is no folder {self.path}: give the folder that octavo train wrote")
+        if not (self.config.is_file() and self.has_model):
+            kind = "a model folder" if self.config.is_file() else "a folder without a config.json"
+            raise ArtifactError(f"{self.path} is {kind}, not a run of octavo train: give the folder that this wrote")
 
     def newest(self) -> Path:
         """The newest checkpoint. An ArtifactError if there is none, or if the folder is not that of a run."""

@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -84,6 +84,9 @@ def is_expert(name: str) -> bool:
 class CompressedTensors(Layout):
     name, needs, exact, experts = "compressed-tensors", "compressed-tensors", True, EXPERTS
     smaller_blocks = False
+    # sentence-transformers calls a part of the model, and transformers widens weights in a hook of the whole. With this
+    # it widens them as it loads them, by the arguments of one group for all.
+    in_parts: ClassVar[Mapping[str, Any]] = {"dequantize": True}
 
     def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
         used = {scheme.name: scheme for scheme in schemes.values()}
@@ -99,11 +102,6 @@ class CompressedTensors(Layout):
             "config_groups": {f"group_{i}": scheme.group(names) for i, (scheme, names) in enumerate(targets.items())},
             "ignore": list(ignore),
         }
-
-    def describe_parts(self, described: dict[str, Any], schemes: Mapping[str, Scheme]) -> dict[str, Any]:
-        # sentence-transformers calls a part of the model, and transformers widens weights in a hook of the whole. With
-        # this it widens them as it loads them, by the arguments of one group for all.
-        return described | {"dequantize": True} if len(set(schemes.values())) == 1 else described
 
     def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
         kv_cache = found.get("kv_cache_scheme") is not None
@@ -493,7 +491,7 @@ def quantization_config(packing: Packing, linears: Iterable[str], description: P
     ignore = [name for name in linears if name not in packing.schemes]
     found = packing.layout.describe(packing.schemes, ignore, packing.kv_cache)
     in_parts = description is not None and (description / MODULES).is_file()
-    return packing.layout.describe_parts(found, packing.schemes) if in_parts else found
+    return {**found, **packing.layout.in_parts} if in_parts and len(set(packing.schemes.values())) == 1 else found
 
 
 def without_code(described: Any) -> Any:

@@ -439,6 +439,7 @@ class Layout:
     readers: ClassVar[str] = ""  # the programs that open it beside Octavo, if transformers does not
     needs: ClassVar[str] = ""  # the package without which transformers does not open it
     experts: ClassVar[str] = ""  # the entry of `ignore` for all experts of a mixture, if not the names of their modules
+    in_parts: ClassVar[Mapping[str, Any]] = {}  # settings of one scheme for programs that call parts of a model
 
     def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
         """The `quantization_config` of layers packed by `schemes`, with the layers `ignore` unpacked."""
@@ -451,10 +452,6 @@ class Layout:
 
     def renew(self, config: dict[str, Any], folder: Path) -> None:
         """Put the settings of an older writer into `quantization_config`, in today's spelling."""
-
-    def describe_parts(self, described: dict[str, Any], schemes: Mapping[str, Scheme]) -> dict[str, Any]:
-        """`described`, changed for a program that calls a part of the model, as sentence-transformers does."""
-        return described
 
     def side_files(self, described: Mapping[str, Any]) -> dict[str, Any]:
         """The content of the JSON files that the layout has beside config.json."""

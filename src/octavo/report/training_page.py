@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import Any, NamedTuple
 
@@ -89,11 +90,11 @@ def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
 
 def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | None]]:
     """The steps and values of a series in a unit: 4,000 at most, the extremes of the parts of a long one."""
-    steps, kept = [*series], range(len(series))
+    steps, kept = [*series], [*range(len(series))]
     if len(steps) > _POINTS:
         parts = np.array_split(np.arange(len(steps)), _POINTS // 2)
-        values = np.nan_to_num([*series.values()], nan=np.inf)  # argmax finds it
-        kept = sorted({int(part[pick(values[part])]) for part in parts for pick in (np.argmin, np.argmax)})
+        finite = np.nan_to_num([*series.values()], nan=np.inf)  # argmax finds it
+        kept = sorted({int(part[pick(finite[part])]) for part in parts for pick in (np.argmin, np.argmax)})
     values = [series[steps[at]] * unit for at in kept]
     return [steps[at] for at in kept], [float(f"{v:.6g}") if math.isfinite(v) else None for v in values]
 
@@ -438,7 +439,7 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
         for key, grids in worst.items():
             for operand, grid in grids.items():
                 figures.setdefault(operand, {})[key] = _worst(grid[at], _BY_KEY[key])
-        layers.append({**layer.to_dict(), "figures": figures})
+        layers.append({**asdict(layer), "figures": figures})
     return {
         "interval": watched.interval,
         "samples": len(steps),

@@ -33,7 +33,6 @@ from octavo.nn.module_tools import check_module
 from octavo.ops import quantize, quantize_matrices
 from octavo.rl.pushing import Place, adapters_of, is_scale, places, recipe_of, transformers_model, whole
 from octavo.util import Table
-from octavo.watching.rules import judge_drift
 from octavo.watching.storage import Event
 
 
@@ -64,7 +63,8 @@ class Parity:
 
     def event(self, step: int, *, kl: float) -> Event | None:
         """The finding for `write_event` of a watch if the KL is above `kl` nats a token, or not a number."""
-        return judge_drift(step, self.kl, kl)
+        message = f"the KL of training and sampling is {self.kl:.3g} nats a token, above {kl:.3g}"
+        return None if self.kl <= kl else Event(step, "rollout_drift", None, None, self.kl, kl, message)
 
     def check(self, *, kl: float) -> None:
         """Raise a DriftError, with the table, where `event` finds something."""

@@ -66,8 +66,8 @@ class SampleGrids:
 class History:
     """The numbers of earlier samples that rules compare with. A resumed run begins a new history."""
 
-    def __init__(self, layers: int, samples: int = 0) -> None:
-        self.samples, shape = samples, (layers, len(OPERANDS))
+    def __init__(self, layers: int) -> None:
+        self.samples, shape = 0, (layers, len(OPERANDS))
         # [RECENT, layers, 3], of the last samples in any order; NaN where there was none
         self.amax, self.kurtosis = np.full((RECENT, *shape), np.nan), np.full((RECENT, *shape), np.nan)
         # [layers, 3], the number of samples in a row, up to the last, in which an operand was all zero
@@ -341,11 +341,3 @@ def judge_rate(step: int, rate: float, weights: float) -> Event | None:
         return None
     message = f"the learning rate {rate:.2g} is {rate / weights:.2g} times the weights' RMS, {weights:.2g}: lower it"
     return Event(step, "rate_too_high", None, None, rate / weights, RATE, message)
-
-
-def judge_drift(step: int, kl: float, most: float) -> Event | None:
-    """The event of a KL of training from sampling above `most` nats a token, or that is not a number."""
-    if kl <= most:
-        return None
-    message = f"the KL of training and sampling is {kl:.3g} nats a token, above {most:.3g}"
-    return Event(step, "rollout_drift", None, None, kl, most, message)

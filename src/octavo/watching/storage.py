@@ -123,12 +123,9 @@ class WatchedLayer:
     gemms: dict[str, GemmRun]  # how y, dx, dw and the recomputation of y ran; a GEMM that did not run is missing
     experts: int = 0  # of a stack of experts' matrices, their number; 0 for another layer
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"shape": list(self.shape)}
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """The layer of `to_dict`. A KeyError, TypeError or ValueError if the fields are others, or of other kinds."""
+        """The layer of `asdict`. A KeyError, TypeError or ValueError if the fields are others, or of other kinds."""
         gemms = {name: build(GemmRun, run) for name, run in fields["gemms"].items()}
         rows, columns = fields["shape"]
         return build(cls, {**fields, "shape": (int(rows), int(columns)), "gemms": gemms})
@@ -245,7 +242,7 @@ class WatchWriter:
     def write_layers(self, layers: Sequence[WatchedLayer]) -> None:
         """Replace the description of the layers. Their number and order must stay."""
         self._layers = layers
-        described = {"version": VERSION, "interval": self.interval, "layers": [layer.to_dict() for layer in layers]}
+        described = {"version": VERSION, "interval": self.interval, "layers": [asdict(layer) for layer in layers]}
         with writing(self.folder):
             replace_file(self.folder / "layers.json", json.dumps(described, indent=1) + "\n")
 
