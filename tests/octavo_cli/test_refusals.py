@@ -313,7 +313,6 @@ REFUSED = {
     "plan deepseek-v3 --serve --gpus 8 --scheme block": "cannot pack: .*no multiple of 128 x 128",
     "plan llama-3.1-8b --serve --scheme int8 --gpu mi300x": "no kernel for the scheme int8",
     "plan mixtral-8x7b --serve --scheme int8": "can be packed in FP8, not int8",
-    "plan gpt2 --batch-size 128": "'batch_size' in the command line; did you mean 'batch'",
     "plan ''": "MODEL comes before the settings and names a model, such as llama-3-8b; got ''",
     "plan 7B --compare gpus=1,2": "--compare needs a model: a number of parameters has one table",
     "plan 0B": "a number of parameters or tokens must be at least 1; got 0B",

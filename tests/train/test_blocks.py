@@ -47,11 +47,6 @@ def saved_and_gradients(table, recipe):
     return sum(sizes), [p.grad for p in model.parameters()]
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="compile.backend must be one of .*inductor.*; got 'nope'"):
-        prepare_blocks(build(LLAMA), Config.from_dict({"compile": {"blocks": True, "backend": "nope"}}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
 def test_compiled_blocks_recompute(recipe):
@@ -71,13 +66,15 @@ def test_compiled_blocks_recompute(recipe):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_the_eager_backend_refuses_checkpointing(mode):
+def test_the_eager_backend_refuses_checkpointing_and_an_unknown_one_all(mode):
     """It saves the tensors of converted layers, so nothing would be gained, and the watch changes a saved buffer."""
     table = {"compile": {"blocks": True, "backend": "eager"}, "activation_checkpointing": {"mode": mode}}
     with pytest.raises(ConfigError, match=f"mode {mode} requires .*; got compile.backend eager: give --compile"):
         prepare_blocks(build(LLAMA), Config.from_dict(table))
     prepare_blocks(build(LLAMA), Config.from_dict(table | {"activation_checkpointing": {"mode": "none"}}))
     prepare_blocks(build(LLAMA), Config.from_dict(table | {"compile": {"blocks": False, "backend": "eager"}}))
+    with pytest.raises(ConfigError, match="compile.backend must be one of .*inductor.*; got 'nope'"):
+        prepare_blocks(build(LLAMA), Config.from_dict({"compile": {"blocks": True, "backend": "nope"}}))
 
 
 def test_selective_computes_fewer_gemms_again():

@@ -223,14 +223,11 @@ def load(*words):
     return load_config(None, words)
 
 
-def test_the_defaults_do_not_contradict_each_other():
+def test_the_defaults_do_not_contradict_each_other_and_are_what_they_were():
     assert (load("--steps", "10").warmup, load("--steps", "1").warmup) == (1, 0)
     assert load("--learning-rate", "1e-5").min_learning_rate == pytest.approx(1e-6)
     assert load("--heads", "1").kv_heads == load("--heads", "1").heads
     assert load("--heads", "16", "--schedule", "wsd", "--decay", "1").warmup == 0
-
-
-def test_without_settings_the_numbers_are_those_that_they_were():
     config = Config()
     found = [config.learning_rate, config.min_learning_rate, config.warmup, config.context, config.kv_heads]
     assert found == [1e-3, 1e-4, 20, 512, 2]
@@ -286,16 +283,13 @@ def differences(*configs: Config) -> dict[str, list[object]]:
     return different_settings([config.to_dict() for config in configs])
 
 
-def test_recipes_differ_in_their_fields():
+def test_recipes_differ_in_their_fields_and_from_a_preset_by_their_name():
     found = differences(Config(recipe=MINE, steps=5), Config(recipe=OTHER, steps=5))
     margins = {f"recipe.{gemm}.{operand}.history.margin" for gemm, operand in (("y", "x"), ("dx", "w"), ("dw", "dy"))}
     assert margins <= found.keys()
     assert found["recipe.y.x.history.margin"] == [1.0, 3.0]
     assert found["recipe.emulate"] == [False, True]
     assert len(found) == 7
-
-
-def test_a_recipe_differs_from_a_preset_by_its_name():
     assert differences(Config(recipe=MINE), Config(recipe="rowwise")) == {"recipe": ["mine", "rowwise"]}
     assert differences(Config(recipe=MINE), Config(recipe=MINE)) == {}
 
@@ -337,6 +331,10 @@ def test_memory_counts_the_parts_of_each_process(monkeypatch):
     with pytest.raises(ConfigError, match=r"divided among 8 processes, 141 GB .* 80 GB.*torchrun"):
         check_memory(config, LLAMA_VOCABULARY, gpu, parts=8)
     check_memory(config, LLAMA_VOCABULARY, gpu, parts=64)
+    monkeypatch.undo()
+    whole = total_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # the processes share the memory of their machine
+    assert total_memory(torch.device("cpu")) == whole // 4
 
 
 def test_memory_counts_the_weights_of_a_folder(begin, made, monkeypatch):
@@ -356,9 +354,3 @@ def test_a_tokenizer_by_its_name(begin, go_on, tmp_path):
     assert go_on(tmp_path / "run", "--steps", "5").run().step == 5
     with pytest.raises(ValueError, match=r"hf:no/such/name cannot be opened .* or a local folder"):
         begin(tokenizer="hf:no/such/name", out=str(tmp_path / "other"))
-
-
-def test_processes_share_the_memory_of_their_machine(monkeypatch):
-    whole = total_memory(torch.device("cpu"))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert total_memory(torch.device("cpu")) == whole // 4

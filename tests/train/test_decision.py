@@ -95,13 +95,10 @@ def test_runs_are_grouped_by_settings_and_paired_by_seed_and_branch(run):
     assert slope_of(base) == pytest.approx(statistics.fmean([2 / 2, 2 / 3, 0]) / 20)
 
 
-def test_a_run_that_wrote_no_such_setting_is_of_the_group_whose_setting_is_empty(run):
+def test_the_groups_of_runs_that_wrote_no_such_setting_and_of_two_with_one_recipe(run):
     older = run(5, 4, 3, 2, seed=1)
     del older.settings["disturb"]
     assert len(group_runs([run(5, 4, 3, 2), older])) == 1
-
-
-def test_two_groups_of_one_recipe_have_the_names_of_folders(run):
     groups = group_runs([run(5, 4), run(5, 4, recipe="rowwise"), run(5, 4, recipe="rowwise", skip=["a"])])
     assert [group.name for group in groups] == ["bf16", "rowwise", "rowwise-['a']"]
 

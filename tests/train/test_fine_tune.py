@@ -102,6 +102,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 REFUSED = [  # what is done to the folder, settings, the error, and what it must contain
     (lambda source: None, {"context": 65}, ConfigError, ["context", "64 positions", "65"]),
     (lambda source: make_model(source, "mpt"), {"context": 65}, ConfigError, ["context", "64 positions", "65"]),
+    (lambda source: make_model(source, "bert masked"), {}, ConfigError, ["source is a BertLMHeadModel", "not causal"]),
     (cut_vocabulary, {}, ConfigError, ["100 rows", f"token {ord('v')}"]),
     (diverge, {}, ArtifactError, [f"{UP} holds inf or NaN", "/source"]),
     (lambda source: os.truncate(source / "model.safetensors", 100_000), {}, ArtifactError, ["truncated", "/source"]),
@@ -123,13 +124,6 @@ def test_what_cannot_be_trained_is_refused(begin, source, tmp_path, monkeypatch,
     with pytest.raises(error) as caught:
         begin(model=str(source), **changes)
     assert [each for each in essentials if each not in str(caught.value)] == []
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_encoder_is_refused_because_it_sees_the_answer(begin, made, tmp_path):
-    source = made("bert masked")
-    with pytest.raises(ConfigError, match=f"{source} is a BertLMHeadModel .*not causal.*choose such a model"):
-        begin(model=str(source), recipe="bf16")
     assert not (tmp_path / "run").exists()
 
 

@@ -204,28 +204,21 @@ def test_flops_agree_with_those_that_torch_counts(name):
 
 
 @pytest.mark.parametrize("scheme", ["channel", "mx"])
-def test_the_scales_of_a_packed_model_are_no_weights(made, scheme):
+def test_the_scales_of_a_packed_model_are_no_weights_and_stacked_experts_have_no_known_flops(made, scheme):
     """Those of MX have one byte too. Frozen weights have no gradient: 4 FLOPs each in place of 6."""
     model = built("llama").requires_grad_(False)
     assert flops_per_token(octavo.load(made("llama", scheme=scheme)), 16) == flops_per_token(model, 16)
-
-
-def test_stacked_experts_have_no_known_flops():
-    model = nn.Module()
     model.experts = nn.Parameter(torch.zeros(4, 8, 8))
     assert flops_per_token(model, 16) is None
 
 
-def test_peaks_are_found_by_the_names_that_torch_gives():
+def test_utilization_and_peaks_by_the_names_that_torch_gives(monkeypatch):
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4")
     assert [peak_flops(name) / 1e12 for name in names] == [989.4, 756.5, 989.4, 312, 121]
     assert peak_flops("NVIDIA L40S") == 362.05e12
     assert peak_flops("Tesla T4") is None
     for key, gpu in known_gpus().items():
         assert peak_flops({"h100": "NVIDIA H100 80GB HBM3"}.get(key, gpu.name)) == gpu.bf16
-
-
-def test_utilization(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu = torch.device("cuda")
     assert mfu(6e9, 10_000, gpu) == pytest.approx(6e13 / 989.4e12)
@@ -246,10 +239,12 @@ def test_a_stream_that_cannot_be_written_is_said_once(number, capsys):
     assert "metrics.jsonl" in notice
 
 
-def test_a_stream_that_can_be_written_gets_every_line_and_none_gets_nothing(capsys, monkeypatch):
+def test_a_stream_gets_every_line_with_nothing_that_a_terminal_obeys_and_none_gets_nothing(capsys, monkeypatch):
     for text in ("one", "two"):
         training_console().print(text)
     assert capsys.readouterr() == ("one\ntwo\n", "")
+    print_line(training_console(), "a\x1b[2J\rb\nc")
+    assert capsys.readouterr().out == "a\ufffd[2J\ufffdb\nc\n"
     monkeypatch.setattr("sys.stdout", None)
     training_console().print("a line")
 
@@ -267,11 +262,6 @@ def test_a_run_whose_reader_ends_goes_on_and_a_signal_still_saves(spawn, tmp_pat
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=HANG) == 0
     assert len(run.checkpoints()) == 1
-
-
-def test_nothing_in_the_log_is_obeyed_by_a_terminal(capsys):
-    print_line(training_console(), "a\x1b[2J\rb\nc")
-    assert capsys.readouterr().out == "a\ufffd[2J\ufffdb\nc\n"
 
 
 # ---- Which dtypes are met, and how far the weights reach

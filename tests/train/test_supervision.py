@@ -76,7 +76,6 @@ def test_the_layer_is_promoted_and_its_step_repeated(begin, records, options, tm
     [
         (DOWN, "runs in BF16 by now"),
         ("model.norm", "is not converted: it never ran in FP8"),
-        ("model.embed_tokens", "is not converted: it never ran in FP8"),
     ],
 )
 def test_a_bad_number_that_no_promotion_mends_ends_the_run_and_says_why(begin, records, name, why):

@@ -24,9 +24,8 @@ from octavo.packing import pack
 from octavo.verification import verify
 
 pytestmark = pytest.mark.usefixtures("no_readers")
-ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
+ATTENTION, DOWN = "model.layers.1.self_attn", "model.layers.1.mlp.down_proj"
 Q, K, V, OUT = (f"{ATTENTION}.{leaf}_proj" for leaf in "qkvo")
-DOWN, UP, GATE = (f"{MLP}.{leaf}_proj" for leaf in ("down", "up", "gate"))
 EXPERT = "model.layers.0.block_sparse_moe.experts.{}.w1"
 ROUTER = "model.layers.0.block_sparse_moe.gate"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
@@ -231,7 +230,6 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "a shard is written twice": ("shards", written_twice, "tensor", EMBEDDING, "is in two files, model-00001"),
     # scales and bytes
     "a row's scale +2 %": ("channel", times(DOWN + SCALE, 1.02, 5), "weights", DOWN + W, "1 of 256 scales are not: [5"),
-    "a layer's scales +2 %": ("channel", times(DOWN + SCALE, 1.02), "weights", DOWN + W, "256 of 256 scales are not"),
     "a tensor's scale +2 %": ("tensor", times(Q + SCALE, 1.02), "weights", Q + W, "1 of 1 scales are not"),
     "a block's scale +2 %": ("block", times(DOWN + SCALE, 1.02, (0, 1)), "weights", DOWN + W,
         "1 of 4 scales are not: [0, 1] is"),
@@ -239,8 +237,6 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "a row's scale +30 %": ("channel", times(DOWN + SCALE, 1.3, 5), "weights", DOWN + W, "1 of 256 scales are not: [5"),
     "huge scales": ("channel", times(Q + SCALE, 1e31), "weights", Q + W, "256 of 256 scales are"),
     "an exponent of MX + 1": ("mx", changed(Q + SCALE, lambda s: s + 1, (9, 1)), "weights", Q + W,
-        "1 of 2048 scales are not: [9, 1] is"),
-    "an exponent of MX - 1": ("mx", changed(Q + SCALE, lambda s: s - 1, (9, 1)), "weights", Q + W,
         "1 of 2048 scales are not: [9, 1] is"),
     "block scales transposed": ("block", replaced(OUT + SCALE, lambda s: s.T), "weights", OUT + W, "scales are not"),
     "reciprocal scales": ("channel", replaced(Q + SCALE, lambda s: 1 / s), "weights", Q + W, "the scale is reciprocal"),
@@ -250,15 +246,12 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "1 byte in 1000 off by a code": ("channel", coded(DOWN, lambda codes: codes ^ 1, 1000), "weights", DOWN + W,
         "66 of 65536 bytes are not MODEL's weight / scale rounded to nearest: ["),
     "some signs": ("channel", coded(Q, lambda codes: codes ^ 128, 1000), "weights", Q + W, "66 of 65536 bytes are not"),
-    "an exponent's bit": ("channel", coded(Q, lambda codes: codes ^ 8, 65536), "weights", Q + W,
-        "1 of 65536 bytes are not MODEL's"),
     "all bytes off by a code": ("mx", coded(Q, lambda codes: codes - (codes & 127).clamp(max=1)), "weights", Q + W,
         "are not"),
     "one byte is rounded to odd": ("mx", cast_again(Q, rounded_to_odd), "weights", Q + W,
         "1 of 65536 bytes are not MODEL's"),
     "truncated": ("channel", cast_again(Q, truncated), "weights", Q + W, "scales are not"),
     "a checkpoint with 1 % of noise": ("channel", cast_again(Q, noisy(0.01)), "weights", Q + W, "bytes are not"),
-    "a checkpoint with 10 % of noise": ("channel", cast_again(Q, noisy(0.1)), "weights", Q + W, "bytes are not"),
     # without MODEL
     "a row is zero": ("channel", put(DOWN + W, 0, 0), "weights", DOWN + W, UNFIT),
     "the largest byte of a row": ("channel", changed(DOWN + W, lambda codes: codes - 8 * (codes & 127 == 126), 0),
@@ -291,11 +284,9 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "rows swapped": ("channel", replaced(Q + W, rows_swapped), "weights", Q + W, "bytes are not MODEL's weight"),
     "too small": ("channel", replaced(DOWN + W, lambda w: w[:128]), "tensor", DOWN + W, "must have shape [256, 256]"),
     "q and k swapped": ("channel", layers_swapped(Q, K), "weights", Q + W, "the bytes are not MODEL's weight"),
-    "gate and up swapped": ("channel", layers_swapped(GATE, UP), "weights", UP + W, "the bytes are not MODEL's weight"),
     "experts swapped": ("experts", layers_swapped(EXPERT.format(1), EXPERT.format(2)), "weights", EXPERT.format(1) + W,
         "the bytes are not"),
     "biases swapped": ("biases", swapped((f"{Q}.bias", f"{K}.bias")), "weights", f"{Q}.bias", "is not MODEL's"),
-    "the head": ("channel", replaced("lm_head.weight", lambda w: w * 1.01), "weights", "lm_head.weight", "not MODEL's"),
     "an element of a norm": ("channel", put(NORM, 4, 1.5), "weights", NORM, "is not MODEL's"),
     "the router": ("experts", replaced(ROUTER + W, rows_swapped), "weights", ROUTER + W, "is not MODEL's, rounded to"),
     "no norm": ("channel", renamed(NORM, "model.norm.w"), "tensor", NORM, MISSING),
