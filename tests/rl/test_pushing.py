@@ -271,6 +271,7 @@ def packed_files(model, folder, **how):
     [
         ("llama", "rowwise", {}),
         ("llama", None, {"scheme": "tensor"}),
+        ("llama", "blockwise", {"scheme": "block"}),
         ("qwen2", "rowwise_forward", {}),
         ("qwen3", None, {"skip": ("*.o_proj",)}),
         ("mixtral", "rowwise", {"experts": True}),
