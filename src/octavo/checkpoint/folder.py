@@ -425,11 +425,13 @@ class RunFolder:
     def check(self) -> None:
         """Raise an ArtifactError unless the folder is that of a run."""
         refuse_checkpoint(self.path)
-        if not self.path.is_dir():
-            raise ArtifactError(f"there is no folder {self.path}: give the folder that octavo train wrote")
-        if not (self.config.is_file() and self.has_model):
-            kind = "a model folder" if self.config.is_file() else "a folder without a config.json"
-            raise ArtifactError(f"{self.path} is {kind}, not a run of octavo train: give the folder that this wrote")
+        required = {
+            f"there is no folder {self.path}": self.path.is_dir(),
+            f"{self.path} is no run of octavo train: it has no config.json": self.config.is_file(),
+            f"{self.path} is a model folder, not a run of octavo train": self.has_model,
+        }
+        if wrong := next((text for text, right in required.items() if not right), ""):
+            raise ArtifactError(f"{wrong}: give the folder that octavo train wrote")
 
     def newest(self) -> Path:
         """The newest checkpoint. An ArtifactError if there is none, or if the folder is not that of a run."""

@@ -285,8 +285,7 @@ def _opt(name: str, f: Fields, unread: int = 2) -> Architecture:
     width, heads, hidden = f["hidden_size"], f["num_attention_heads"], f["ffn_dim"]
     block = _encoder_block(f["num_hidden_layers"], width, heads, hidden, f.get("enable_bias", True), causal=True)
     model = _language_model(name, {"tie_word_embeddings": True, **f}, [block], fused=True, others=2 * width)
-    positions = (model.context + unread) * width
-    return replace(model, embeddings=model.embeddings + positions, layer_norm=True)
+    return replace(model, embeddings=model.embeddings + (model.context + unread) * width, layer_norm=True)
 
 
 def _encoder_block(count: int, width: int, heads: int, hidden: int, bias: bool = True, causal: bool = False) -> Block:

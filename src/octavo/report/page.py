@@ -162,8 +162,7 @@ def page_of_report(report: Report, invocation: Mapping[str, Any]) -> Page:
             page.add_chart(LineChart("sqnr", "SQNR of the layers", "layer", "dB", lines, names=names, points=True))
     packages = ", ".join(f"{name} {version}" for name, version in invocation["versions"].items())
     date, command = escape(invocation["date"]), escape(invocation["command"])
-    page.add(f'<p class="run">{date}, {escape(packages)}</p>')
-    page.add(f'<p class="run"><code>{command}</code></p>')
+    page.add(f'<p class="run">{date}, {escape(packages)}</p>', f'<p class="run"><code>{command}</code></p>')
     return page
 
 
