@@ -491,9 +491,7 @@ def get_recipe(recipe: str | Path | Recipe) -> Recipe:
     return _once(PRESETS[str(recipe)])
 
 
-@functools.cache
-def _once(preset: Callable[[], Recipe]) -> Recipe:
-    return preset()  # frozen, so one object serves all
+_once: Callable[[Callable[[], Recipe]], Recipe] = functools.cache(lambda preset: preset())  # frozen: one serves all
 
 
 def similar_preset(recipe: Recipe) -> str:

@@ -76,10 +76,7 @@ REFUSED = [
     (lambda: octavo.convert(ONE, "rowise"), "rowwise, rowwise_dw_bf16"),
     (lambda: octavo.convert(ONE, skip=["block*"]), "matches no linear layer; the model has 1, named '0'$"),
     (lambda: octavo.convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)})), "every linear layer"),
-    (
-        lambda: select_linears(nn.Sequential(nn.Conv2d(1, 1, 1))),
-        r"no linear layer.*matrices are 0\.weight .convolution",
-    ),
+    (lambda: select_linears(nn.Sequential(nn.Conv2d(1, 1, 1))), r"no linear layer.*are 0\.weight .convolution"),
     (lambda: select_linears(nn.LayerNorm(4)), "None of its other parameters"),
     (lambda: select_linears(nn.MultiheadAttention(8, 2)), "multi-head attention reads its weight directly"),
     (lambda: select_linears(quantized()), EIGHT_BITS),
@@ -362,6 +359,21 @@ def test_a_weight_that_is_computed_from_parameters_is_skipped() -> None:
     assert converts(model) == ["2"]
     report = octavo.convert(model, only_if_faster=True, batch=torch.randn(4, 8))
     assert [row.name for row in report.rows] == ["0", "1", "2"]
+
+
+def test_a_module_whose_forward_was_replaced_is_skipped_and_not_restored() -> None:
+    experts = built("mixtral", num_hidden_layers=1).model.layers[0].mlp.experts
+    model = nn.ModuleDict({"linear": nn.Linear(8, 8), "attention": nn.MultiheadAttention(8, 2), "experts": experts})
+    model["conv"] = nn.Conv2d(32, 8, 1)
+    for module in model.values():
+        module.forward = module.forward  # the method of the class that it has before
+    model["mlp"] = nn.Linear(8, 8)
+    report = octavo.convert(model)
+    skipped = {name.split(".")[0] for name, reason in report.skipped.items() if "forward was replaced" in reason}
+    assert (report.converted, skipped) == (["mlp"], {*model} - {"mlp"})
+    model["mlp"].forward = model["mlp"].forward
+    with pytest.raises(ValueError, match="^mlp was converted, and then its forward was replaced.*remove_hook"):
+        octavo.restore(model)
 
 
 def test_a_layer_that_was_parametrized_after_a_conversion_still_runs_its_recipe() -> None:

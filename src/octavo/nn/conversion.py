@@ -50,7 +50,7 @@ from octavo.nn.module_tools import (
     unmix,
 )
 from octavo.nn.only_if_faster import find_speedups, gemm_shapes, skip_slower, skip_uncalled
-from octavo.nn.selection import ATTENTION_OUTPUT, SelectedLayer, select_linears, skipped_by_name
+from octavo.nn.selection import ATTENTION_OUTPUT, REPLACED, SelectedLayer, select_linears, skipped_by_name
 from octavo.ops import Backend
 from octavo.ops.dispatch import choose_recipe, gemm_backends, runs_experts
 from octavo.ops.grouped_gemm import ALIGNMENT
@@ -192,10 +192,9 @@ def convert(
         )
     if recipe.scales_by_history:
         keep_amax_of_ranks(model)
+    mark_saved_inputs(model)
     if attention == "fp8":
-        use_fp8_attention(model, device=device)  # which marks the inputs too
-    else:
-        mark_saved_inputs(model)
+        use_fp8_attention(model, device=device)  # which marks the inputs anew
     leave_fast_paths(model)
     if loss is not None:
         join_loss(*loss, head)
@@ -300,6 +299,7 @@ def select_products(model: nn.Module, skip: Sequence[str]) -> list[SelectedLayer
         if known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False)):
             image = isinstance(module, CONVOLUTIONS) and reads_image(module)
             reason = "it reads the image, whose rounding raises the loss of diffusion" if image else ""
+            reason = REPLACED if "forward" in vars(module) and not isinstance(module, RecipeLayer) else reason
             by_name = (skipped_by_name(name, n, k, skip) for n, k in weights_of(name, module).values())
             selected.append(SelectedLayer(name, module, next(filter(None, by_name), reason)))
     return selected
@@ -405,11 +405,12 @@ def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Rec
         return f"the recipe {recipe.name} has no grouped GEMM: rowwise, blockwise, mxfp8, groupwise have"
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
+    if "forward" in vars(module) and not isinstance(module, Experts | GroupedLinear):
+        return REPLACED
     if any(w.dtype not in FLOATS for w in weights):
         return f"its weights are {weights[0].dtype}: FP8 is computed from float32, bfloat16 or float16"
-    missing = [
-        backend.reason for backend in gemm_backends(recipe, device, grouped=True).values() if backend.name == "none"
-    ]
+    backends = gemm_backends(recipe, device, grouped=True).values()
+    missing = [backend.reason for backend in backends if backend.name == "none"]
     if missing and not recipe.emulate:
         return missing[0]
     if device.type == "cuda" and any(size % ALIGNMENT for w in weights for size in w.shape[1:]):
@@ -470,7 +471,7 @@ def restore(model: nn.Module) -> list[str]:
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: a converted layer was parametrized, or `fully_shard` was called on it. Nothing is changed then.
+        ValueError: a converted layer was parametrized, sharded by itself, or got another forward. Nothing is changed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -484,6 +485,11 @@ def restore(model: nn.Module) -> list[str]:
             raise ValueError(
                 f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
                 "restore works on a model before fully_shard, or on one sharded by larger units"
+            )
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{name} was converted, and then its forward was replaced, as Accelerate's hooks do: delete what "
+                "replaced it first (accelerate.hooks.remove_hook_from_submodules does for hooks)"
             )
         if is_parametrized(module):
             raise ValueError(

@@ -34,6 +34,7 @@ _OF_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
 
 ATTENTION_OUTPUT = "multi-head attention reads its weight directly and never calls it"
 STATE_SPACE = "the state-space layer reads its weight directly and never calls it"
+REPLACED = "its forward was replaced, as Accelerate's hooks do: convert the model before that"
 
 
 class SelectedLayer(NamedTuple):
@@ -130,6 +131,8 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return "torchao converted it (Float8Linear): octavo.restore(model) makes it an nn.Linear again"
     if not known and not computes_linearly(module):
         return f"a {type(module).__name__}, whose forward is its own"
+    if "forward" in vars(module) and not isinstance(module, RecipeLayer):
+        return REPLACED
     if not isinstance(weight, nn.Parameter):
         return "its weight is no parameter, but computed from some, as torch.nn.utils.prune does"
     if weight.dtype not in FLOATS:
@@ -169,8 +172,7 @@ def promote(layer: Any, to: str) -> None:
     if to == "bf16":
         layer.recipe = Recipe("bf16", emulate=layer.recipe.emulate)
         return
-    recipe = e5m2_gradients(layer)
-    if recipe is None:
+    if (recipe := e5m2_gradients(layer)) is None:
         raise ValueError(
             f"the gradients of {layer.name} cannot move to e5m2: {layer.recipe.name} has no dy in e4m3, or "
             f"{next(layer.parameters()).device} has no GEMM for e5m2. Move the layer to bf16"

@@ -179,17 +179,12 @@ class Layers:
         for i, matrix in enumerate(self.matrices):
             recipe = matrix.recipe
             casts = {operand: getattr(recipe, operand, None) for operand in OPERANDS}
-            layer = WatchedLayer(
-                matrix.name,
-                class_name(matrix.module),
-                matrix.shape,
-                "" if recipe is None else recipe.name,
-                {operand: self._dtype if cast is None else cast.format for operand, cast in casts.items()},
-                {operand: "" if cast is None else cast.granularity.name for operand, cast in casts.items()},
-                dict(_gemms(matrix, self._dtype, self._seen[i], fused.get(i))),
-                matrix.experts,
-            )
-            found.append(layer)
+            formats = {operand: self._dtype if cast is None else cast.format for operand, cast in casts.items()}
+            granularity = {operand: "" if cast is None else cast.granularity.name for operand, cast in casts.items()}
+            gemms = dict(_gemms(matrix, self._dtype, self._seen[i], fused.get(i)))
+            called, kind, shape = matrix.name, class_name(matrix.module), matrix.shape
+            name = "" if recipe is None else recipe.name
+            found.append(WatchedLayer(called, kind, shape, name, formats, granularity, gemms, matrix.experts))
         return found
 
 
