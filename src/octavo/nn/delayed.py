@@ -33,7 +33,6 @@ class ScaleHistory(ScaleBuffers):
     def __init__(self, cast: Cast, rule: History, device: torch.device) -> None:
         super().__init__()
         self.cast, self.rule = cast, rule
-        self.ready = False  # whether there is a scale; a bool, since a compiled graph guards its value
         self.learns_in_evaluation = False
         self.frozen = False
         shapes = {"recent": (rule.length,), "pending": (1, 1), "scale": (1, 1), "steps": ()}

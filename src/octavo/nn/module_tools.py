@@ -338,6 +338,7 @@ class ScaleBuffers(nn.Module):
     """
 
     cast_with_model: tuple[str, ...] = ()
+    ready: bool = False  # whether a history has a scale; a bool, since a compiled graph guards its value
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = dict(self.named_buffers(recurse=False))
@@ -346,6 +347,7 @@ class ScaleBuffers(nn.Module):
             new = self.get_buffer(name)
             if old.is_meta and not new.is_meta:
                 new.zero_()
+                self.ready = False
             if new.dtype != old.dtype and name not in self.cast_with_model:
                 self._buffers[name] = old.to(new.device)
         return result
