@@ -224,7 +224,6 @@ SECOND = r"has a history, but quantizes its tensor a second time.* in both"
 ALONE = r"has a history.* a rotated GEMM alone.*: leave the history out$"
 REFUSED = [
     (lambda: Cast("fp8"), "tensors cannot be quantized to 'fp8': choose one of e4m3, e5m2, e4m3fnuz, e5m2fnuz"),
-    (lambda: Cast("bf16"), "tensors cannot be quantized to 'bf16'"),
     (lambda: Cast("int8", rounding="stochastic"), "int8 is rounded to nearest"),
     (lambda: Recipe("mine", Gemm(Cast("int8"), Cast("int8"))), "training takes FP8 formats, not int8"),
     (lambda: Cast(scale="fp16"), "unknown kind of scale 'fp16': choose one of fp32, pow2, e8m0"),
@@ -232,6 +231,7 @@ REFUSED = [
     (lambda: Cast(relative_floor=-0.1), "0 to 1, got -0.1"),
     (lambda: Cast(relative_floor=float("nan")), "0 to 1, got nan"),
     (lambda: Cast(history=History()), "needs granularity tensor, got row"),
+    (lambda: delayed(history={"length": 4}), r"history must be a History or None, got {'length': 4}: give"),
     (lambda: Cast("e4m3", "row"), r"granularity must be a Granularity, got 'row' \(str\): give ROW"),
     (lambda: Gemm("e4m3", Cast()), r"got 'e4m3' \(str\) for a: give a Cast, such as Cast\('e4m3'\)"),
     (lambda: Gemm(Cast(), "e4m3"), r"got 'e4m3' \(str\) for b: give a Cast"),

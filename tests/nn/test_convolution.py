@@ -32,9 +32,11 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_without_quantization_it_is_the_same_function(layer: nn.Module, shape: tuple[int, ...]) -> None:
     plain, converted, x = layer, copy.deepcopy(layer), torch.randn(shape, requires_grad=True)
     assert octavo.convert(converted, "bf16").converted == [""]
-    torch.testing.assert_close(converted(x), plain(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(converted(input=x), plain(input=x), rtol=1e-4, atol=1e-5)
     for found, known in zip(gradients(converted, x), gradients(plain, x), strict=True):
         torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-4)
+    assert octavo.convert(converted, skip=["*"]).skipped == {"": "skip='*'"}
+    assert type(converted) is type(plain)
 
 
 def test_it_has_the_bits_of_a_linear_layer_of_the_patches() -> None:
@@ -42,23 +44,18 @@ def test_it_has_the_bits_of_a_linear_layer_of_the_patches() -> None:
     linear = nn.Linear(384, 16)
     linear.load_state_dict({"weight": layer.weight.detach().flatten(1), "bias": layer.bias.detach()})
     patches = nn.functional.unfold(x, 4, stride=4).transpose(1, 2)  # [B, T, C p p]
-    keys = layer.state_dict().keys()
     for model in (layer, linear):
         octavo.convert(model, "rowwise")
-    assert layer.state_dict().keys() == keys
+    assert layer.state_dict().keys() == {"weight", "bias"}
     assert torch.equal(layer(x).flatten(2).transpose(1, 2), linear(patches))
     assert not torch.equal(layer(x), torch.conv2d(x, layer.weight, layer.bias, 4))
 
 
+SPECIAL = [{"groups": 2}, {"padding": 1}, {"dilation": 2}]
+
+
 @pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Conv2d(3, 8, 3),
-        nn.Conv2d(4, 8, 2, 2, groups=2),
-        nn.Conv2d(3, 8, 2, 2, padding=1),
-        nn.Conv2d(3, 8, 2, 2, dilation=2),
-        nn.ConvTranspose2d(3, 8, 2, 2),
-    ],
+    "layer", [nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(3, 8, 2, 2), *(nn.Conv2d(4, 8, 2, 2, **each) for each in SPECIAL)]
 )
 def test_other_convolutions_stay_and_are_named(layer: nn.Module) -> None:
     report = octavo.convert(nn.ModuleDict({"layer": layer, "body": nn.Linear(8, 8)}))
@@ -73,13 +70,6 @@ def test_one_that_reads_an_image_stays_and_the_report_says_why(channels: int) ->
     assert report.converted == ["mix"]
     assert "it reads the image" in report.skipped["patches"]
     assert type(model["patches"]) is nn.Conv2d
-
-
-def test_a_convolution_that_a_second_conversion_skips_is_restored() -> None:
-    model = nn.ModuleDict({"layer": nn.Conv2d(24, 8, 2, 2), "body": nn.Linear(8, 8)})
-    octavo.convert(model, "tensorwise")
-    assert octavo.convert(model, skip=["layer"]).skipped == {"layer": "skip='layer'"}
-    assert type(model["layer"]) is nn.Conv2d
 
 
 # ---- `Conv1D` and `FalconLinear` of transformers
@@ -109,7 +99,6 @@ def test_every_layer_of_a_gpt2_is_converted_and_trains():
     assert {row.name: row.shape for row in report.rows}["transformer.h.0.attn.c_attn"] == (96, 32)
     assert report.skipped == {"lm_head": "it shares its weight with the embedding"}
     layers = [m for m in model.modules() if isinstance(m, Conv1D)]
-    assert len(layers) == 8
     assert all(isinstance(m, transformers.pytorch_utils.Conv1D) and type(m).__name__ == "Conv1D" for m in layers)
     share = sum(m.weight.numel() for m in layers) / sum(p.numel() for p in model.parameters())
     assert report.coverage.computed == pytest.approx(share)

@@ -345,7 +345,7 @@ def test_a_layer_that_is_built_is_a_layer_that_is_converted(recipe):
     torch.manual_seed(0)
     model = converted_model(nn.Sequential(nn.Linear(64, 48)), recipe)
     x = torch.randn(32, 64)
-    y = built(x)
+    y = built(input=x)
     assert torch.equal(y, model(x))
     assert not torch.equal(y, nn.functional.linear(x, built.weight, built.bias))
     y.sum().backward()

@@ -168,7 +168,7 @@ def test_the_first_step_and_each_interval_are_sampled(tmp_path):
         train(model, 8, watch=watch)
         assert [operands["step"][0] for operands, _ in watch.take()] == [20]
         assert watch.latest().step == 20
-    assert heard == np.unique(read_watch(folder).operands["step"]).tolist() == [6, 8, 12, 16, 20]
+    assert heard == np.unique(read_watch(str(folder)).operands["step"]).tolist() == [6, 8, 12, 16, 20]
 
 
 def test_a_run_that_goes_back(tmp_path):

@@ -206,14 +206,14 @@ class Linear(RecipeLayer, nn.Linear):
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self.prepare(choose_recipe(recipe, self.weight.device), "", self.weight.device)
 
-    def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
-        if isinstance(x, PrecomputedProjections):
-            return x.output_of(self)
+    def forward(self, input: Tensor | PrecomputedProjections) -> Tensor:  # named as in PyTorch
+        if isinstance(input, PrecomputedProjections):
+            return input.output_of(self)
         if self.parallel is not None:
-            return self.parallel.linear(self, x)
-        check_input(self, x)
-        cached = None if x.numel() == 0 else self.quantized_weight(self.weight)
-        return self.compute(x, self.weight, self.bias, cached)
+            return self.parallel.linear(self, input)
+        check_input(self, input)
+        cached = None if input.numel() == 0 else self.quantized_weight(self.weight)
+        return self.compute(input, self.weight, self.bias, cached)
 
     def quantized_weight(self, w: Tensor) -> QTensor | None:
         """The weight, or this rank's part `w` of it, where FSDP2 has gathered or `cast_once` cached it so."""
@@ -251,8 +251,7 @@ def adapted_output(layer: AdaptedLayer, x: Tensor) -> Tensor | None:
     if parts is None or x.numel() == 0 or not reads([parts[1]], None, compute_dtype(x)):
         return None
     base, adapters = parts
-    found = getattr(base, "frozen", lambda x: None)(x)
-    if found is None:
+    if (found := getattr(base, "frozen", lambda x: None)(x)) is None:
         return None
     stack, call = found
     pair = stack_adapters([adapters], stack.weights, call.dtype)
@@ -345,9 +344,9 @@ class PatchConvolution(RecipeLayer):
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """y [B, N, ...] of x [B, C, ...], or without the batch of both."""
-        rank = len(self.kernel_size)
+        x, rank = input, len(self.kernel_size)
         fits = x.ndim in (rank + 1, rank + 2) and x.shape[-rank - 1] == self.in_channels
         if not fits or any(n < size for n, size in zip(x.shape[-rank:], self.kernel_size, strict=True)):
             raise ValueError(

@@ -134,8 +134,8 @@ class ParallelLinear(nn.Linear):
 
     parallel: Any  # an `octavo.distributed.parallel_layers.ParallelLayer`
 
-    def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
-        return x.output_of(self) if isinstance(x, PrecomputedProjections) else self.parallel.linear(self, x)
+    def forward(self, input: Tensor | PrecomputedProjections) -> Tensor:
+        return input.output_of(self) if isinstance(input, PrecomputedProjections) else self.parallel.linear(self, input)
 
 
 def parallel_of(layers: Sequence[nn.Module]) -> Any:

@@ -48,11 +48,10 @@ class QTensor:
             raise TypeError(f"{fmt.name} data must be {fmt.dtype}, got {data.dtype}")
         if scale.dtype not in SCALE_DTYPES:
             raise TypeError(f"a scale must be float32 or float8_e8m0fnu, got {scale.dtype}")
-        shape = data.shape
-        required = granularity.scale_shape(shape)
+        required = granularity.scale_shape(data.shape)
         if scale.shape != required:
             raise ValueError(
-                f"{granularity.name} scales of data {list(shape)} must have shape {list(required)}, "
+                f"{granularity.name} scales of data {list(data.shape)} must have shape {list(required)}, "
                 f"got {list(scale.shape)}"
             )
         if scale.device != data.device:
@@ -199,10 +198,8 @@ def block(rows: int, cols: int) -> Granularity:
 
 def parse_granularity(name: str) -> Granularity:
     """The granularity called `name`: "tensor", "row", "group:64", "block:128x128"."""
-    if name == "tensor":
-        return TENSOR
-    if name == "row":
-        return ROW
+    if name in ("tensor", "row"):
+        return TENSOR if name == "tensor" else ROW
     if match := re.fullmatch(r"group:(\d+)", name):
         return group(int(match[1]))
     if match := re.fullmatch(r"block:(\d+)x(\d+)", name):
@@ -241,7 +238,7 @@ class Cast:
         by_row: whether the granularity is row. torch.compile takes long to trace a comparison of granularities.
 
     Raises:
-        TypeError: the granularity is no `Granularity`, such as a name.
+        TypeError: the granularity is no `Granularity`, such as a name, or the history no `History`.
         ValueError: an unknown name, a relative_floor outside 0 to 1, or a history without granularity tensor.
 
     Example:
@@ -276,6 +273,8 @@ class Cast:
             raise ValueError("int8 is rounded to nearest: choose an FP8 format for stochastic rounding")
         if not 0 <= self.relative_floor <= 1:
             raise ValueError(f"relative_floor is a fraction of the largest scale, 0 to 1, got {self.relative_floor}")
+        if not isinstance(self.history, History | None):
+            raise TypeError(f"history must be a History or None, got {self.history!r}: give octavo.numerics.History()")
         if self.history is not None and self.granularity != TENSOR:
             raise ValueError(
                 f"a history holds one amax a tensor: it needs granularity tensor, got {self.granularity.name}"

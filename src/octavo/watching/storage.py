@@ -191,12 +191,12 @@ class Watched:
     experts: Records = field(default_factory=NO_EXPERTS.copy)  # of `EXPERTS`
 
 
-def watch_folder(run: Path) -> Path:
+def watch_folder(run: str | Path) -> Path:
     """The folder of the watch in the folder of a run."""
-    return run / "watch"
+    return Path(run) / "watch"
 
 
-def read_watch(run: Path) -> Watched:
+def read_watch(run: str | Path) -> Watched:
     """Read the watch in the folder of a run, which may still be written.
 
     Raises:
@@ -326,7 +326,7 @@ def _append(path: Path, data: bytes) -> None:
         raise
 
 
-def _read_layers(run: Path) -> tuple[int, list[WatchedLayer]]:
+def _read_layers(run: str | Path) -> tuple[int, list[WatchedLayer]]:
     path = watch_folder(run) / "layers.json"
     if not path.is_file():
         raise ArtifactError(
