@@ -30,6 +30,7 @@ from octavo.ops import quantize, quantize_stack
 from octavo.ops.dispatch import choose_recipe
 from octavo.recipe import Recipe, RecipeName
 
+PREPARED = ("recipe", "name", "weight_cache", "histories")  # the attributes that `RecipeLayer.prepare` sets
 ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
 
 
@@ -128,8 +129,7 @@ class RecipeLayer(nn.Module):
 
     def history_of(self, operand: str) -> ScaleHistory | None:
         """The history of "x", "w" or "dy", if its scale comes from one."""
-        found: Any = None if self.histories is None else dict(self.histories.items()).get(operand)
-        return found
+        return None if self.histories is None else dict(self.histories.items()).get(operand)  # type: ignore[return-value]
 
     def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, cached: QTensor | None) -> Tensor:
         """y [..., N] of x [..., K] and w [N, K] with any strides; `cached` is w, quantized, if there is a cache."""
@@ -236,9 +236,7 @@ class Linear(RecipeLayer, nn.Linear):
 
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
         """This layer and the cast of its weight, if `octavo.scales.cast_once` can cache it."""
-        cast = self.recipe.repeatable_w
-        if self.parallel is not None and self.recipe.fusable is None:
-            return None
+        cast = self.recipe.repeatable_w if self.parallel is None or self.recipe.fusable else None
         return None if cast is None else ([self], cast)
 
 
@@ -267,6 +265,7 @@ def convert_layer(module: Any, ours: type[RecipeLayer], recipe: Recipe, name: st
         module.__class__ = ours
     else:
         mix_into(module, ours)
+    module.theirs = {key: vars(module)[key] for key in PREPARED if key in vars(module)}  # attributes of its user
     module.prepare(recipe, name, next(module.parameters()).device)
 
 
@@ -277,9 +276,10 @@ def restore_layer(module: Any) -> bool:
         theirs = [nn.Linear if module.parallel is None else ParallelLinear]
     if not theirs or not issubclass(ours, RecipeLayer):
         return False
-    for name in ("recipe", "name", "weight_cache", "histories"):  # which `prepare` set
+    for name in PREPARED:
         delattr(module, name)
-    module.__dict__.pop("input_is_saved", None)
+    vars(module).pop("input_is_saved", None)
+    vars(module).update(vars(module).pop("theirs", {}))
     module.__class__ = theirs[0]
     return True
 
