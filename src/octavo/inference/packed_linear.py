@@ -31,6 +31,7 @@ from octavo.nn.module_tools import (
     check_width,
     differentiable_once,
     mix_classes,
+    mix_into,
     parts_of_layer,
     watched,
 )
@@ -458,6 +459,8 @@ def fuse(model: nn.Module) -> None:
     fuse_decoder_layers(model)
     serve_attention(model)
     for module in list(model.modules()):
+        if is_fusable(type(module).__name__, "RMSNorm"):
+            mix_into(module, ServedNorm)
         stacked = Stacked()
         if not isinstance(module, FusedModule) or isinstance(module, _OneInput):
             continue
@@ -465,6 +468,16 @@ def fuse(model: nn.Module) -> None:
             fused: Any = module
             fused.__class__ = mix_classes(PackedMLP, type(module)) if isinstance(module, FusedMLP) else PackedNormLinear
             fused.stacked = stacked
+
+
+class ServedNorm(nn.Module):
+    """A norm of transformers that feeds no quantized layer: without gradients two operations in place of eight."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.dtype != self.weight.dtype:
+            return super().forward(x)
+        y = F.rms_norm(x, self.weight.shape, None, self.variance_epsilon)
+        return self.weight * y.to(x.dtype)  # autocast widens y
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | None) -> tuple[Tensor, QTensor | Tensor]:

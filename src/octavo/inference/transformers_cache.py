@@ -17,6 +17,7 @@ import inspect
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -302,8 +303,10 @@ class TransformersForward:
         last = self.config.num_hidden_layers - 1
         self.ends_early = any(isinstance(m, ServedAttention) and m.layer_idx == last for m in model.modules())
         # These kinds of rotary embedding change with the length of the text.
-        rotary = str(getattr(self.config, "rope_parameters", None))
-        self.row_by_row = "dynamic" not in rotary and "longrope" not in rotary
+        kind = str(getattr(self.config, "rope_parameters", None))
+        self.row_by_row = "dynamic" not in kind and "longrope" not in kind
+        self.rotary = getattr(model.base_model, "rotary_emb", None) if self.row_by_row else None
+        self.tables: tuple[Tensor, ...] = ()
 
     def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.
@@ -312,6 +315,8 @@ class TransformersForward:
         if kept is None and not self.cache.only_last and tokens.shape[1] > 1:  # the head multiplies a slice by sequence
             kept = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
         before, self.config._attn_implementation = self.config._attn_implementation, ATTENTION
+        if self.rotary is not None:
+            self.rotary.forward = self._rotate
         try:
             output = self.model(
                 input_ids=tokens,
@@ -323,7 +328,21 @@ class TransformersForward:
             )
         finally:
             self.config._attn_implementation = before
+            if self.rotary is not None:
+                del self.rotary.forward
         return output.logits if self.keeps or kept is None else output.logits.index_select(1, kept)
+
+    def _rotate(self, x: Tensor, position_ids: Tensor, *args: Any) -> Any:
+        """The model's cos and sin of positions [B, T], two lookups in place of ten operations: those of all positions
+        are computed once."""
+        own: Any = type(self.rotary).forward
+        if args or position_ids.ndim != 2:
+            return own(self.rotary, x, position_ids, *args)
+        if not self.tables or self.tables[0].dtype != x.dtype:
+            every = torch.arange(self.cache.max_tokens, device=x.device)[None]
+            with torch.inference_mode(False), torch.no_grad():  # a later generation may run outside of inference mode
+                self.tables = tuple(table[0] for table in own(self.rotary, x, every))
+        return tuple(F.embedding(position_ids, table) for table in self.tables)
 
 
 # ---- The cache that a model of transformers makes for itself, for models and lengths that ours does not serve.
