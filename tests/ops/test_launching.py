@@ -1,10 +1,12 @@
 """Calls of operations are recorded, and repeated with other addresses; kernels are compiled without a launch."""
 
+import ast
 import ctypes
 import threading
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import TestCase
 
@@ -27,7 +29,7 @@ def add(x, y, n: int) -> None:
 class CompiledKernel:
     """A kernel, and what it is compiled to: with the name and the interface of Triton's class."""
 
-    arg_names = ("x_ptr", "y_ptr", "N", "BLOCK", "EVEN")
+    fn, arg_names = add, ("x_ptr", "y_ptr", "N", "BLOCK", "EVEN")
     function, packed_metadata = "function", "metadata"
 
     def __init__(self, **changed: object) -> None:
@@ -166,6 +168,22 @@ def test_the_memory_of_calls_is_bounded(monkeypatch):
     for n in range(9):
         added(CompiledKernel(), torch.zeros(8), n)
     assert len(module._recorded) <= 3
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_a_kernel_that_waits_for_its_inputs_starts_early(able, monkeypatch):
+    monkeypatch.setattr(module, "starts_early", lambda: able)
+    for fn, early in ((lambda: module.wait_for_inputs(), able), (add, False)):
+        kernel = CompiledKernel(fn=fn)
+        launch(kernel, (1,), torch.zeros(8), torch.zeros(8), 1, **GIVEN)
+        assert ("launch_pdl" in kernel.calls[0][-1]) == early
+
+
+def test_kernels_wait_for_their_inputs_before_they_read():
+    sources = (path.read_text() for path in (Path(module.__file__).parent / "kernels").glob("*.py"))
+    functions = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    waiting = [ast.unparse(node.body[0]) for node in functions if "wait_for_inputs()" in ast.unparse(node.body)]
+    assert set(waiting) == {"wait_for_inputs()"}
 
 
 def test_tensors_of_two_devices_are_refused():

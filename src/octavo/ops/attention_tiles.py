@@ -8,23 +8,29 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Tokens of a block, warps of a program, and stages of the loop, which has one load less in flight."""
+    """Tokens of a block, warps of a program, stages of the loop, which has one load less in flight, and programs that
+    run on a multiprocessor at a time."""
 
     block_n: int
     warps: int
     stages: int
+    programs: int = 2
 
 
-# Bytes of a stored element -> the tiles to choose from, the fastest on a Hopper first.
+# Bytes of a stored element -> the tiles to choose from, the fastest on an H200 first.
 TILES = {
-    1: (Tile(128, 4, 3), Tile(64, 4, 3), Tile(64, 4, 2), Tile(32, 4, 2)),
+    1: (Tile(64, 2, 3, programs=4), Tile(64, 4, 2), Tile(32, 4, 2)),
     2: (Tile(64, 4, 3), Tile(64, 4, 2), Tile(32, 4, 2)),
 }
+MANY = Tile(64, 2, 2, programs=4)  # of two bytes, where the tokens need not be split: 512 heads are one wave, not two
 
 
-def choose_tile(element_size: int, block_m: int, block_d: int, limit: int) -> Tile:
-    """The first tile that fits `limit` bytes of shared memory, for `block_m` queries and heads of `block_d`, padded."""
-    tiles = TILES[element_size]
+def choose_tile(element_size: int, block_m: int, block_d: int, limit: int, *, many: bool = False) -> Tile:
+    """The first tile that fits `limit` bytes of shared memory, for `block_m` queries and heads of `block_d`, padded.
+
+    `many` says that a program for each head of each sequence is enough for all multiprocessors.
+    """
+    tiles = (MANY, *TILES[2][1:]) if many and element_size == 2 else TILES[element_size]
     return next((tile for tile in tiles if shared_bytes(tile, element_size, block_m, block_d) <= limit), tiles[-1])
 
 

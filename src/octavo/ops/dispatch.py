@@ -84,13 +84,10 @@ LINES = _read_lines()
 # emulation.
 
 
-# The largest N -> the largest M for which our kernel is faster than cuBLASLt, measured on an H100 at the sizes of
-# Llama-3-8B (docs/performance.md), and on an H200 with an N of 6,144. With a larger N, cuBLASLt has enough tiles to
-# read b just as fast.
-_MAX_SMALL_M = {6144: 64, 8192: 16}
-_MAX_SMALL_M_OF_ANY_N = 8
-_MAX_SMALL_M_OF_BLOCKS = 16  # for any N, on an H200: 33 us instead of 40 to 45 with N 28,672 and K 4,096
-MAX_SMALL_M = max(_MAX_SMALL_M.values())
+# The largest M for which our kernels are faster than cuBLASLt, on an H200. With scales by row, N 4,096 to 57,344 and M
+# 16, 32 and 64 ours take 0.65 to 0.97 of the time, and with blocks, M 16 and N 28,672 33 us instead of 40 to 45.
+MAX_SMALL_M = 64
+_MAX_SMALL_M_OF_BLOCKS = 16
 SQUARE = block(128, 128)
 STRIP = group(128)
 MX = group(32)
@@ -141,9 +138,7 @@ def find_backend(
         return Backend("none", f"{backend.reason} need Triton, which is not installed")
     if backend.name == "dequantized" and size is not None and size[0] <= MAX_M_OF_GROUPS:
         return Backend("triton", backend.reason)
-    least = 0 if granularity_a.outer else _MAX_SMALL_M_OF_BLOCKS
-    most = 0 if size is None else next((m for n, m in _MAX_SMALL_M.items() if size[1] <= n), _MAX_SMALL_M_OF_ANY_N)
-    small = size is not None and size[0] <= max(most, least)
+    small = size is not None and size[0] <= (MAX_SMALL_M if granularity_a.outer else _MAX_SMALL_M_OF_BLOCKS)
     nvidia = backend.name in ("cublaslt", "cutlass")
     ours = granularity_a.outer or takes_blocks(granularity_a, granularity_b)
     if small and nvidia and ours and set(formats) <= set(FORMATS) and HAS_TRITON:

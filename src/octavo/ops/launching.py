@@ -42,6 +42,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     devices = {arg.device for arg in args if isinstance(arg, Tensor)}
     if len(devices) > 1:
         raise ValueError(f"the tensors of an operation must be on one device, got {' and '.join(map(str, devices))}")
+    if starts_early() and "wait_for_inputs" in kernel.fn.__code__.co_names:
+        constants["launch_pdl"] = True
     if (compilation := running.get()) is not None:
         compilation.add(kernel, grid, args, constants)
         return
@@ -258,6 +260,14 @@ def has_kernels(device: Place, lowest: tuple[int, int] = (8, 9)) -> bool:
 def is_hopper(device: torch.device) -> bool:
     """True for a Hopper, the only GPU on whose copy engine (TMA) tiles are loaded by descriptors."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def starts_early() -> bool:
+    """True if each GPU here is a Hopper or newer: a kernel may start while the one before it ends (programmatic
+    dependent launch)."""
+    found = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    return torch.version.hip is None and min(found, default=(0, 0)) >= (9, 0)
 
 
 @cache

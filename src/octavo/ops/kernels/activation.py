@@ -13,7 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
-from octavo.ops.kernels.device_math import add, amax_bits, inverse, magnitude_bits, mantissa, scale_from_amax, to_data
+from octavo.ops.kernels.device_math import (
+    add,
+    amax_bits,
+    inverse,
+    magnitude_bits,
+    mantissa,
+    scale_from_amax,
+    to_data,
+    wait_for_inputs,
+)
 from octavo.ops.kernels.norm import sum_columns
 from octavo.ops.kernels.permutation import nonzero
 from octavo.ops.launching import Factors, allocate, cdiv, power_of_two_above
@@ -96,6 +105,7 @@ def _forward_kernel(
     FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     # Without `data_ptr` the scales are computed alone; with GIVEN they are read.
     m = tl.program_id(0).to(tl.int64)
     if GIVEN:

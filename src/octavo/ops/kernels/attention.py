@@ -23,12 +23,17 @@ from torch import Tensor
 
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
-from octavo.ops.kernels.device_math import SMALLEST_SCALE, WIDEN_FP16, ceil_power_of_two, inverse
+from octavo.ops.kernels.device_math import (
+    SMALLEST_SCALE,
+    WIDEN_FP16,
+    ceil_power_of_two,
+    inverse,
+    wait_for_inputs,
+)
 from octavo.ops.kernels.rotary import rotate_append_kernel, tile_of
 from octavo.ops.launching import Cache, allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
-PROGRAMS_PER_SM = 2  # on a Hopper, the shared memory of two programs fits
 LOG2_E = math.log2(math.e)
 
 
@@ -44,16 +49,17 @@ def cached_attention(
     kv_heads, capacity = keys.shape[1:3]
     pairs, num_rows = batch * kv_heads, heads // kv_heads * num_new
     block_m, block_d = max(power_of_two_above(num_rows), 16), max(power_of_two_above(dim), 16)
-    block_n, warps, stages = choose_tile(keys.element_size(), block_m, block_d, shared_memory(q.device))
-    splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors(q.device))
+    count = multiprocessors(q.device)
+    tile = choose_tile(keys.element_size(), block_m, block_d, shared_memory(q.device), many=pairs >= 2 * count)
+    splits = splits_of(pairs, capacity, tile.block_n, tile.programs * count)
     result = allocate(q, q.shape)
     one_split = splits == 1
     # For each part and row: the result, then the maxima and the sums of all. One buffer is one call of the allocator.
     partial = result if one_split else allocate(q, (pairs * splits * num_rows * (dim + 2),), torch.float32)
     launcher(_part_kernel, (splits, pairs))(
         q, keys, values, k_scale, v_scale, length, first, partial, kv_heads, capacity, num_rows, num_new,
-        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=block_d, ONE_SPLIT=one_split, PART=0, num_warps=warps, num_stages=stages,
+        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=block_m, BLOCK_N=tile.block_n,
+        BLOCK_D=block_d, ONE_SPLIT=one_split, PART=0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if one_split:
         return result
@@ -94,13 +100,13 @@ def _attend_in_order(q: Tensor, cache: Cache, first: Tensor | None, scale: float
     (_, heads, num_new, dim), (batch, kv_heads, capacity) = q.shape, keys.shape[:3]
     parts, pairs, num_rows = cdiv(room, PART), batch * kv_heads, heads // kv_heads * num_new
     block_d = max(power_of_two_above(dim), 16)
-    block_n, warps, stages = choose_tile(2, QUERIES, block_d, shared_memory(q.device))
+    tile = choose_tile(2, QUERIES, block_d, shared_memory(q.device))
     partial = allocate(q, (pairs * parts * num_rows * (dim + 2),), torch.float32)
     result = allocate(q, q.shape)
     launcher(_part_kernel, (parts, pairs, cdiv(num_rows, QUERIES)))(
         q, keys, values, None, None, length, first, partial, kv_heads, capacity, num_rows, num_new,
-        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=QUERIES, BLOCK_N=block_n,
-        BLOCK_D=block_d, ONE_SPLIT=False, PART=PART, num_warps=warps, num_stages=stages,
+        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=QUERIES, BLOCK_N=tile.block_n,
+        BLOCK_D=block_d, ONE_SPLIT=False, PART=PART, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     launcher(_join_kernel, (cdiv(num_rows, JOINED), pairs))(
         partial, length, first, result, kv_heads, room, num_rows, num_new, parts,
@@ -159,6 +165,7 @@ def _part_kernel(
     HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ONE_SPLIT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     split, splits, pair = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     head = pair % kv_heads
     offs_m, offs_d = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -283,6 +290,7 @@ def _combine_kernel(
     partial_ptr, length_ptr, first_ptr, result_ptr, kv_heads, capacity, num_rows, splits,
     HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     row, pair = tl.program_id(0), tl.program_id(1)
     offs_split, offs_d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
     offs = (pair * splits + offs_split).to(tl.int64) * num_rows + row

@@ -6,13 +6,30 @@ so the amax of a block also tells whether the block holds inf or NaN.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.launching import some_gpu_rounds_twice
+from octavo.ops.launching import some_gpu_rounds_twice, starts_early
 
 ROUNDS_TWICE = tl.constexpr(some_gpu_rounds_twice())
+STARTS_EARLY = tl.constexpr(starts_early())
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def wait_for_inputs():
+    """Wait until the kernel before has ended. A kernel that calls this, before it reads anything, is started while the
+    one before it ends (`octavo.ops.launching.launch`), which hides the time of its launch."""
+    if STARTS_EARLY:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start():
+    """Let the next kernel start, if it starts early, once all programs of this one have come here."""
+    if STARTS_EARLY:
+        gdc_launch_dependents()
 
 
 @triton.jit

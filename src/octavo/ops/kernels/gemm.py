@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.kernels.device_math import widen, widen_scale
+from octavo.ops.kernels.device_math import let_next_start, wait_for_inputs, widen, widen_scale
 from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above
 from octavo.ops.registration import launcher
 
@@ -131,10 +131,11 @@ def ordered_mm(
 def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`."""
     if m == 1:
-        return Tiling(block_n=8, block_k=largest_block_k(k, 512), stages=4, warps=4)
-    block_n, block_k = 64, largest_block_k(k, 256 if m <= 64 else 128)
+        return Tiling(block_n=4, block_k=largest_block_k(k, 512), stages=4, warps=2)
+    wide = 32 < m <= 64 and n > 8192
+    block_n, block_k = 128 if wide else 64, largest_block_k(k, 128 if wide or m > 64 else 256)
     split_k = choose_split(cdiv(n, block_n), cdiv(k, block_k), multiprocessors(device))
-    return Tiling(block_n, block_k, stages=4, warps=4, split_k=split_k)
+    return Tiling(block_n, block_k, stages=4, warps=8 if wide else 4, split_k=split_k)
 
 
 def largest_block_k(k: int, most: int) -> int:
@@ -149,6 +150,7 @@ def _row_kernel(
     K: tl.constexpr, SCALE_ROWS: tl.constexpr, STRIDE_SCALE_B: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_k = tl.arange(0, BLOCK_K)
     b_rows = b_ptr + offs_n.to(tl.int64) * K
@@ -166,6 +168,7 @@ def _row_kernel(
         if GROUP:
             product *= widen_scale(tl.load(scale_b_ptr + k // GROUP))[:, None]
         acc += product
+    let_next_start()
     total = tl.sum(acc, 1)
     if scale_a_ptr is not None:
         total *= tl.load(scale_a_ptr)
@@ -181,10 +184,13 @@ def _tile_kernel(
     STRIDE_SCALE_A: tl.constexpr, SCALE_ROWS: tl.constexpr, STRIDE_SCALE_B: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     offs_n = tl.minimum(tl.program_id(1 - AXIS_M) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_m = tl.program_id(AXIS_M) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
-    a_rows = a_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * K  # rows beyond M are computed, and not stored
+    # Rows beyond M are computed, and not stored. They are the first ones again: were all of them one row, the programs
+    # would wait for each other.
+    a_rows = a_ptr + (offs_m % M).to(tl.int64) * K
     if scale_b_ptr is not None:
         scale_b_ptr += offs_n // SCALE_ROWS * STRIDE_SCALE_B
     start_k = tl.program_id(2) * K_PER_SPLIT
@@ -192,6 +198,7 @@ def _tile_kernel(
         b_ptr + offs_n.to(tl.int64) * K, a_rows, scale_b_ptr, start_k, tl.minimum(start_k + K_PER_SPLIT, K), K,
         K % BLOCK_K == 0, PROMOTE, GROUP, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES,
     )  # fmt: skip
+    let_next_start()
     if partials_ptr is not None:
         offs = (tl.program_id(2) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
         tl.store(partials_ptr + offs, acc, mask_m[None, :])
@@ -292,6 +299,7 @@ def _combine_kernel(
     partials_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, M, N,
     SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     m = tl.program_id(1)
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     acc = tl.zeros((BLOCK_N,), tl.float32)

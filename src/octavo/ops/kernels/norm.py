@@ -13,7 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
-from octavo.ops.kernels.device_math import add, amax_bits, column, inverse, row_sum, scale_from_amax, to_data
+from octavo.ops.kernels.device_math import (
+    add,
+    amax_bits,
+    column,
+    inverse,
+    row_sum,
+    scale_from_amax,
+    to_data,
+    wait_for_inputs,
+)
 from octavo.ops.launching import allocate, cdiv, multiprocessors, row_tile
 from octavo.ops.registration import launcher
 
@@ -55,6 +64,7 @@ def _norm_kernel(
     EPS: tl.constexpr, FORMAT_MAX: tl.constexpr, CENTER: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]

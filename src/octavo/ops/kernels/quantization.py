@@ -35,6 +35,7 @@ from octavo.ops.kernels.device_math import (
     scale_from_amax,
     store_scale,
     to_data,
+    wait_for_inputs,
     with_sign,
 )
 from octavo.ops.launching import allocate, cdiv, power_of_two_above, row_tile
@@ -183,6 +184,7 @@ def _row_kernel(
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNROUNDED: tl.constexpr, E8M0: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     matrix, M, first_row, tile = _find(tl.program_id(0), M, second_M, third_M, first_row, BLOCK_M)
     x_ptr = _choose(matrix, x_ptr, second_ptr, third_ptr)
     offs_m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

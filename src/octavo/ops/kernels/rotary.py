@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
-from octavo.ops.kernels.device_math import add, to_stored
+from octavo.ops.kernels.device_math import add, to_stored, wait_for_inputs
 from octavo.ops.launching import Cache, Turn, allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 
@@ -71,6 +71,7 @@ def rotate_append_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_TABLE: tl.constexpr, EPS: tl.constexpr,
     LARGEST: tl.constexpr, LIMIT: tl.constexpr, INVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
     heads: tl.constexpr = HEADS + (KV_HEADS if keys_ptr is None else 2 * KV_HEADS)
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
