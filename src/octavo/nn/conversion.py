@@ -26,16 +26,7 @@ from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_cover
 from octavo.nn.delayed import keep_amax_of_ranks
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossEmbedding, LossHead, LossModel, find_loss, join_loss
-from octavo.nn.fused_modules import (
-    SILU,
-    DecoderLayer,
-    FusedMLP,
-    FusedModule,
-    NormLinear,
-    SwiGLU,
-    fuse_blocks,
-    mark_saved_inputs,
-)
+from octavo.nn.fused_modules import SILU, DecoderLayer, NormLinear, SwiGLU, fuse_blocks, mark_saved_inputs
 from octavo.nn.linear import CONVOLUTIONS, OURS, Conv1D, RecipeLayer, convert_layer, is_gemm, reads_image, restore_layer
 from octavo.nn.module_tools import (
     check_initialized,
@@ -46,6 +37,7 @@ from octavo.nn.module_tools import (
     mix_into,
     own_class,
     parts_of,
+    remember,
     shape_of,
     unmix,
 )
@@ -149,6 +141,7 @@ def convert(
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
     if attention not in ("bf16", "fp8"):
         raise ValueError(f"attention must be 'bf16' or 'fp8', got {attention!r}")
+    undo = remember(model)
     for module in list(model.modules()):
         if isinstance(module, LossModel | LossHead | LossEmbedding):
             unmix(module)
@@ -185,7 +178,7 @@ def convert(
     for layer in (*products, *linears, *layers):
         _change(layer, recipe, chosen)
     if not recompute_hidden(model, recompute) and recompute and not only_if_faster:
-        restore(model)
+        undo()
         raise ValueError(
             "recompute=True takes a recipe and a model whose MLPs or experts run fused, as Llama by 'rowwise'; got "
             f"{recipe.name}, {type(model).__name__} and skip={list(skip)}: leave it out, or take torch.utils.checkpoint"
@@ -208,13 +201,12 @@ def convert(
 def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
     """Let the MLPs and experts of a converted model that run fused save the outputs of gate and up, or compute them
     again in the backward pass. False if none runs fused."""
-    modules = [m for m in model.modules() if isinstance(m, FusedMLP | Experts)]
-    fused = [m for m in modules if (m.cached_weights() if isinstance(m, FusedMLP) else m.recipe and m.recipe.fusable)]
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "runs_fused")]
     for module in modules:
         vars(module).pop("recompute", None)
-    for module in fused if recompute else ():
-        module.recompute = True
-    return bool(fused)
+        if recompute and module.runs_fused():
+            module.recompute = True
+    return any(module.runs_fused() for module in modules)
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
@@ -248,9 +240,11 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
             fused[name] = f"head + loss, {module.options[2]}"
         elif isinstance(scales := getattr(module, "fp8_gradients", None), GradientScales):
             fused[name] = f"attention in FP8, of {scales.shortest:,} tokens and more"
-        elif isinstance(module, FusedModule) and module.cached_weights() is not None:
-            of_norm = f"{type(module.norm).__name__} + {module.extra_repr()}" if isinstance(module, NormLinear) else ""
-            fused[name] = of_norm or f"{module.activation} MLP{', hidden input recomputed' if module.recompute else ''}"
+        elif isinstance(module, NormLinear) and module.cached_weights() is not None:
+            fused[name] = f"{type(module.norm).__name__} + {module.extra_repr()}"
+        elif hasattr(module, "runs_fused") and module.runs_fused():
+            kind = "swiglu experts" if isinstance(module, Experts) else f"{module.activation} MLP"
+            fused[name] = f"{kind}, hidden input recomputed" if module.recompute else kind
     return fused
 
 
@@ -520,6 +514,9 @@ def _undo_torchao(module: Any) -> bool:
     if (plain := getattr(module.weight, "_tensor", None)) is not None:  # the wrapper that casts in an all-gather
         module.weight = nn.Parameter(plain, module.weight.requires_grad)
     return True
+
+
+# ---- FP8 off for a block of code.
 
 
 @contextmanager

@@ -77,6 +77,9 @@ class Experts(nn.Module):
             return self.parallel(self, x, top_k_index, top_k_weights)
         return self.compute(x, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
 
+    def runs_fused(self) -> bool:
+        return self.recipe is not None and self.recipe.fusable is not None
+
     def compute(self, x: Tensor, index: Tensor, weight: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
         """The output of `forward` for the experts with the matrices `w_in` and `w_out`."""
         dtype = compute_dtype(x)

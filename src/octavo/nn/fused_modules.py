@@ -256,6 +256,9 @@ class FusedMLP(FusedModule):
         """The layer after the activation."""
         return find(self.owner, self.outer_name)
 
+    def runs_fused(self) -> bool:
+        return self.cached_weights() is not None
+
     def activate(self, *u: Tensor) -> Tensor:
         """The activation of the outputs of the inner layers, in plain PyTorch."""
         raise NotImplementedError

@@ -281,6 +281,17 @@ def unmix(module: nn.Module) -> bool:
     return True
 
 
+def remember(model: nn.Module) -> Callable[[], None]:
+    """A function that gives each module of `model` the class, the attributes and the children back that it has now."""
+    known: list[Any] = [(m, type(m), vars(m) | {"_modules": dict(m._modules)}) for m in model.modules()]
+
+    def undo() -> None:
+        for module, cls, attributes in known:
+            module.__class__, module.__dict__ = cls, attributes
+
+    return undo
+
+
 def parts_of(cls: Any) -> tuple[Any, ...]:
     """The classes that `mix_classes` made `cls` of, ours first; `cls` alone if it was not mixed."""
     return cls.__dict__.get("_octavo_parts", (cls,))
