@@ -318,6 +318,7 @@ of_channel("config", CONFIG, {
     "rope_theta": (in_json(CONFIG, lambda config: config["rope_parameters"].update(rope_theta=100_000.0)),
         "rope_parameters.rope_theta is 100000.0, MODEL has 10000.0"),
     "rms_norm_eps": (setting(rms_norm_eps=1e-3), "rms_norm_eps is 0.001, MODEL has 1e-06"),
+    "a window": (setting(layer_types=["sliding_attention"] * 2, sliding_window=4), "MODEL has ['full_attention', "),
     "head count": (setting(num_attention_heads=16, num_key_value_heads=16, head_dim=16),
         "num_attention_heads is 16, MODEL has 8"),
     "an own head is tied": (setting(tie_word_embeddings=True), "tie_word_embeddings"),
