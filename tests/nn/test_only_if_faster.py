@@ -18,7 +18,7 @@ from octavo.nn import conversion
 from octavo.nn import only_if_faster as lookup
 from octavo.nn.only_if_faster import cache_path, find_speedups, never_faster, read_table, table_key, write_table
 from octavo.ops import Backend
-from octavo.rates.measured import Machine, Measurement, Shape, Table, interpolate
+from octavo.rates.measured import Machine, Measurement, Shape, Table
 from octavo.recipe import PRESETS, get_recipe, rowwise
 
 UNKNOWN = Machine("Fast GPU 9000", "9.9", "13.0", "2.11.0+cu130", "0.1.0")
@@ -331,17 +331,22 @@ def test_a_gpu_is_timed_and_its_random_state_left() -> None:
 # ---- The table of speedups: interpolation, JSON, and the tables that are shipped
 
 
-def test_interpolation_is_scipys_in_log2_and_the_edge_beyond() -> None:
+def test_predictions_are_those_measured_or_scipys_interpolation_in_log2_and_the_edge_beyond() -> None:
     values = torch.rand(tuple(map(len, AXES)), dtype=torch.float64) + 0.5
-    grid = dict(zip(product(*AXES), values.flatten().tolist(), strict=True))
+    known = {(8192, 3000, 2000): 7.0, (2048, 1024, 4096): 9.0, (1, 1, 1): 8.0}  # the second one has a point of the grid
+    shapes = *(row(shape, speedup) for shape, speedup in known.items()), row((64, 64, 64), 6.0, "tensorwise")
+    grid = tuple(map(row, product(*AXES), values.flatten().tolist()))
+    table = Table(UNKNOWN, "made up", grid, shapes)
     logarithms = [torch.tensor(axis).double().log2().numpy() for axis in AXES]
     oracle = RegularGridInterpolator(logarithms, values.numpy())
     points = [tuple(row) for row in torch.exp2(torch.rand(200, 3) * 9 + 8).int().tolist()]
     assert any(p[0] < 2048 for p in points)
     assert any(p[1] > 16384 for p in points)
-    for point in [*points, *grid, (1, 1, 1), (10**6, 10**6, 10**6)]:
+    for point in [*points, *known, *product(*AXES), (64, 64, 64), (10**6, 10**6, 10**6)]:
         inside = [min(max(size, axis[0]), axis[-1]) for size, axis in zip(point, AXES, strict=True)]
-        assert interpolate(grid, point) == pytest.approx(oracle(torch.tensor(inside).double().log2().numpy())[0])
+        expected = known.get(point, oracle(torch.tensor(inside).double().log2().numpy())[0])
+        assert table.predict("rowwise", point) == pytest.approx(expected)
+        assert table.predict("tensorwise", point) == (6.0 if point == (64, 64, 64) else None)
 
 
 def test_json_round_trip_a_measurement_a_line() -> None:
