@@ -361,7 +361,7 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
     mode = config.activation_checkpointing.mode
     blocks: list[Any] = [] if mode == "none" else list(find_blocks(model))
-    if mode == "selective":
+    if mode == "selective" and not (config.lora and config.precision == "fp16"):  # adapters in float16 run one by one
         blocks = [block for block in blocks if not recompute_hidden(block)]
     if blocks:
         # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is one,
