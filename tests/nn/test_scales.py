@@ -57,9 +57,9 @@ def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
 
 
 def train_copy(rank: int) -> list[float]:
-    """A step in a loop of one's own, and one as the Trainer of transformers ends it."""
+    """A step in a loop of one's own, and one as the Trainer of transformers ends it, of a model with a wrapper."""
     model, linear = make()
-    copy = nn.parallel.DistributedDataParallel(model)
+    copy = nn.parallel.DistributedDataParallel(nn.Sequential(model))
     ended_by_trainer = partial(ScaleUpdates().on_optimizer_step, model=model)
     for update in (partial(octavo.scales.update_scales, torch.compile(copy)), ended_by_trainer):
         for size in (1.0 + 8 * rank, 2.0):

@@ -23,7 +23,6 @@ from octavo.nn.attention_layers import (
     use_fp8_attention,
 )
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
-from octavo.nn.delayed import keep_amax_of_ranks
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossEmbedding, LossHead, LossModel, find_loss, join_loss
 from octavo.nn.fused_modules import SILU, DecoderLayer, NormLinear, SwiGLU, fuse_blocks, mark_saved_inputs
@@ -37,7 +36,6 @@ from octavo.nn.module_tools import (
     mix_into,
     own_class,
     parts_of,
-    remember,
     shape_of,
     unmix,
 )
@@ -141,7 +139,7 @@ def convert(
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
     if attention not in ("bf16", "fp8"):
         raise ValueError(f"attention must be 'bf16' or 'fp8', got {attention!r}")
-    undo = remember(model)
+    before: list[Any] = [(m, type(m), vars(m) | {"_modules": dict(m._modules)}) for m in model.modules()]
     for module in list(model.modules()):
         if isinstance(module, LossModel | LossHead | LossEmbedding):
             unmix(module)
@@ -178,13 +176,12 @@ def convert(
     for layer in (*products, *linears, *layers):
         _change(layer, recipe, chosen)
     if not recompute_hidden(model, recompute) and recompute and not only_if_faster:
-        undo()
+        for module, cls, attributes in before:  # an earlier conversion stays
+            module.__class__, module.__dict__ = cls, attributes
         raise ValueError(
             "recompute=True takes a recipe and a model whose MLPs or experts run fused, as Llama by 'rowwise'; got "
             f"{recipe.name}, {type(model).__name__} and skip={list(skip)}: leave it out, or take torch.utils.checkpoint"
         )
-    if recipe.scales_by_history:
-        keep_amax_of_ranks(model)
     mark_saved_inputs(model)
     if attention == "fp8":
         use_fp8_attention(model, device=device)  # which marks the inputs anew
@@ -403,8 +400,7 @@ def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Rec
         return REPLACED
     if any(w.dtype not in FLOATS for w in weights):
         return f"its weights are {weights[0].dtype}: FP8 is computed from float32, bfloat16 or float16"
-    backends = gemm_backends(recipe, device, grouped=True).values()
-    missing = [backend.reason for backend in backends if backend.name == "none"]
+    missing = [each.reason for each in gemm_backends(recipe, device, grouped=True).values() if each.name == "none"]
     if missing and not recipe.emulate:
         return missing[0]
     if device.type == "cuda" and any(size % ALIGNMENT for w in weights for size in w.shape[1:]):
@@ -493,9 +489,7 @@ def restore(model: nn.Module) -> list[str]:
     use_bf16_attention(model)
     recompute_hidden(model, False)
     modules = list(model.named_modules())
-    names = [n for n, m in modules if restore_layer(m) or restore_experts(m) or _undo_block(m) or _undo_torchao(m)]
-    keep_amax_of_ranks(model)
-    return names
+    return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _undo_block(m) or _undo_torchao(m)]
 
 
 def _undo_block(module: nn.Module) -> bool:

@@ -26,7 +26,6 @@ class ScaleHistory(ScaleBuffers):
     """The history of one operand. Its buffers are not in the model's `state_dict`: see `scale_state`."""
 
     recent: Tensor  # [length] float32, newest first
-    pending: Tensor  # [1, 1] float32
     scale: Tensor  # [1, 1] float32
     steps: Tensor  # 0-dim int64: the steps that pushed an amax
 
@@ -35,11 +34,23 @@ class ScaleHistory(ScaleBuffers):
         self.cast, self.rule = cast, rule
         self.learns_in_evaluation = False
         self.frozen = False
-        shapes = {"recent": (rule.length,), "pending": (1, 1), "scale": (1, 1), "steps": ()}
         with torch.inference_mode(False):  # training cannot change a tensor of inference
-            for name, shape in shapes.items():
-                dtype = torch.int64 if name == "steps" else torch.float32
-                self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+            recent, scale = (torch.zeros(shape, dtype=torch.float32, device=device) for shape in (rule.length, (1, 1)))
+            self.register_buffer("recent", recent, persistent=False)
+            self.register_buffer("scale", scale, persistent=False)
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+            # [1, 1] float32. It is no buffer for DDP, which would replace it by that of rank 0 before a forward pass.
+            self.pending = torch.zeros_like(scale)
+
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """With `pending`, for those that ask this module itself, as FSDP does, which moves them to its device."""
+        yield from super().named_buffers(prefix, *args, **kwargs)
+        yield f"{prefix}.pending".lstrip("."), self.pending
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self.pending = torch.zeros_like(self.scale) if self.pending.is_meta else self.pending.to(self.scale.device)
+        return result
 
     def observe(self, amax: Tensor) -> None:
         """Record an amax [1, 1] of this training step. One that is not finite is ignored."""
@@ -78,15 +89,6 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
     for name, module in model.named_modules():
         if isinstance(module, ScaleHistory):
             yield name, module
-
-
-def keep_amax_of_ranks(model: nn.Module) -> None:
-    """Keep DDP, which reads this attribute, from replacing each rank's amax by rank 0's before a forward pass."""
-    known = "_ddp_params_and_buffers_to_ignore"
-    names = {name for name in vars(model).pop(known, ()) if not name.endswith(".pending")}
-    names |= {f"{prefix}{name}.pending" for name, _ in histories(model) for prefix in ("", "_orig_mod.")}
-    if names:
-        setattr(model, known, names)
 
 
 @torch.no_grad()

@@ -281,17 +281,6 @@ def unmix(module: nn.Module) -> bool:
     return True
 
 
-def remember(model: nn.Module) -> Callable[[], None]:
-    """A function that gives each module of `model` the class, the attributes and the children back that it has now."""
-    known: list[Any] = [(m, type(m), vars(m) | {"_modules": dict(m._modules)}) for m in model.modules()]
-
-    def undo() -> None:
-        for module, cls, attributes in known:
-            module.__class__, module.__dict__ = cls, attributes
-
-    return undo
-
-
 def parts_of(cls: Any) -> tuple[Any, ...]:
     """The classes that `mix_classes` made `cls` of, ours first; `cls` alone if it was not mixed."""
     return cls.__dict__.get("_octavo_parts", (cls,))
@@ -355,7 +344,7 @@ class ScaleBuffers(nn.Module):
         before = dict(self.named_buffers(recurse=False))
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
-            new = self.get_buffer(name)
+            new = getattr(self, name)
             if old.is_meta and not new.is_meta:
                 new.zero_()
                 self.ready = False

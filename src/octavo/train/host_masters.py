@@ -86,8 +86,8 @@ class HostMasters:
         self._block_of = {module: i for i, block in enumerate(blocks) for module in block.modules()}
         self._grads = {p: torch.zeros_like(p, requires_grad=False) for p in self._group_of}
         self._pinned = [pin(t.detach()) for pair in self._grads.items() for t in pair if device.type == "cuda"]
-        for module in model.modules():
-            module._buffers.update({name: b if b is None else b.to(device) for name, b in module._buffers.items()})
+        for buffer in (b for module in model.modules() for b in module.buffers(recurse=False)):
+            buffer.data = buffer.to(device)
         for p in model.parameters():
             p.computing_device = device  # type: ignore[attr-defined]
         for i, block in enumerate(blocks):
