@@ -271,10 +271,6 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
-class Named(nn.Linear):
-    pass
-
-
 class ScaledConv1D(Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -310,14 +306,14 @@ SELECTED = {
     "the gate of an MLP is no router": (nn.ModuleDict({"mlp": nn.ModuleDict(square("gate", n=24))}), ["mlp.gate"], {}),
     "subclasses with a forward of their own": (
         nn.ModuleDict(
-            {"attention": nn.MultiheadAttention(8, 2), "scaled": Scaled(8, 8), "mlp": nn.Linear(8, 8)}
-            | {"conv1d": Conv1D(8, 8), "scaled_conv1d": ScaledConv1D(8, 8), "named": Named(8, 8)}
+            {"attention": nn.MultiheadAttention(8, 2), "scaled": Scaled(8, 8)}
+            | {"mlp": type("Named", (nn.Linear,), {})(8, 8), "conv1d": Conv1D(8, 8), "own_conv1d": ScaledConv1D(8, 8)}
         ),
-        ["mlp", "conv1d", "named"],
+        ["mlp", "conv1d"],
         {
             "attention.out_proj": "multi-head attention reads its weight directly and never calls it",
             "scaled": "a Scaled, whose forward is its own",
-            "scaled_conv1d": "a ScaledConv1D, whose forward is its own",
+            "own_conv1d": "a ScaledConv1D, whose forward is its own",
         },
     ),
     "the step of a state-space layer": (

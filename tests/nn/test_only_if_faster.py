@@ -267,15 +267,12 @@ def test_where_fp8_is_never_faster() -> None:
 
 
 @pytest.mark.parametrize(("gigabytes", "widest"), [(80, 32768), (48, 16384), (24, 8192), (2, 1024)])
-def test_the_grid_is_what_the_memory_holds(gigabytes: int, widest: int) -> None:
+def test_the_grid_is_what_the_memory_holds_and_an_error_says_how_much_is_needed(gigabytes: int, widest: int) -> None:
     shapes = lookup.grid_shapes(gigabytes * 10**9)
     assert max(shapes) == (32768, widest, widest)
     axes = [sorted(set(axis)) for axis in zip(*shapes, strict=True)]
     assert sorted(shapes) == list(product(*axes))
     assert axes[0] == [512, 2048, 8192, 32768]
-
-
-def test_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(RuntimeError, match=r"needs 1\.5 GB of free GPU memory, 1\.0 GB are"):
         lookup.grid_shapes(10**9)
 
@@ -340,8 +337,6 @@ def test_predictions_are_those_measured_or_scipys_interpolation_in_log2_and_the_
     logarithms = [torch.tensor(axis).double().log2().numpy() for axis in AXES]
     oracle = RegularGridInterpolator(logarithms, values.numpy())
     points = [tuple(row) for row in torch.exp2(torch.rand(200, 3) * 9 + 8).int().tolist()]
-    assert any(p[0] < 2048 for p in points)
-    assert any(p[1] > 16384 for p in points)
     for point in [*points, *known, *product(*AXES), (64, 64, 64), (10**6, 10**6, 10**6)]:
         inside = [min(max(size, axis[0]), axis[-1]) for size, axis in zip(point, AXES, strict=True)]
         expected = known.get(point, oracle(torch.tensor(inside).double().log2().numpy())[0])

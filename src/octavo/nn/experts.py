@@ -71,11 +71,10 @@ class Experts(nn.Module):
         Raises:
             ValueError: index and weights have another shape.
         """
-        x = hidden_states
-        check_routing(x, top_k_index, top_k_weights)
+        check_routing(hidden_states, top_k_index, top_k_weights)
         if self.parallel is not None:
-            return self.parallel(self, x, top_k_index, top_k_weights)
-        return self.compute(x, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
+            return self.parallel(self, hidden_states, top_k_index, top_k_weights)
+        return self.compute(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
 
     def runs_fused(self) -> bool:
         return self.recipe is not None and self.recipe.fusable is not None

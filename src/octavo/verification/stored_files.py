@@ -254,12 +254,10 @@ def _compare(files: CheckpointFiles, name: str, ours: Any, theirs: Any) -> None:
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """The keys that both have with other values, as (key, ours, theirs); of kinds of layers that both mean."""
-    for key, value in ours.items():
+    for key, value in ((key, value) for key, value in ours.items() if key not in _LEGAL):
         other = theirs.get(key, value)
         if key == "layer_types" and key not in theirs and isinstance(value, list):  # caches read it of every class
             other = ["sliding_attention" if theirs.get("sliding_window") else "full_attention"] * len(value)
-        if key in _LEGAL:
-            continue
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             yield from _differences(value, other, f"{path}{key}.")
         elif value != other:

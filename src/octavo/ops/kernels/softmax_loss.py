@@ -204,6 +204,9 @@ def _factor(factor_ptr, SCALE: tl.constexpr, CAP: tl.constexpr):
     return tl.load(factor_ptr) * (SCALE if CAP == 0 else SCALE * CAP)
 
 
+# ---- A gradient, multiplied in place.
+
+
 MULTIPLIED = 8192  # elements of a program at a time
 
 
