@@ -277,6 +277,16 @@ def test_prompts_that_padding_would_change_are_not_padded():
     assert [plain._padded(pad_prompts([prompt(n)] * 2, CPU)) for n in (1, 1024, 1025)] == [64, 1024, 0]
 
 
+@pytest.mark.parametrize(("rope", "calls"), [("default", 1), ("dynamic", 4)])
+def test_the_angles_of_all_positions_are_computed_once(rope, calls, monkeypatch):
+    model = model_of("llama", rope_parameters={"rope_type": rope, "factor": 2.0, "rope_theta": 1e4})
+    rotary, seen = model.model.rotary_emb, []
+    own = type(rotary).forward
+    monkeypatch.setattr(type(rotary), "forward", lambda *args, **names: seen.append(args) or own(*args, **names))
+    list(Engine(model, context=32).generate([[5, 6, 7]], 4, GREEDY))
+    assert (len(seen), "forward" in vars(rotary)) == (calls, False)
+
+
 # ---- Generation on transformers' own cache, against transformers' own loop
 
 

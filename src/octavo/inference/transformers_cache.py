@@ -305,8 +305,9 @@ class TransformersForward:
         # These kinds of rotary embedding change with the length of the text.
         kind = str(getattr(self.config, "rope_parameters", None))
         self.row_by_row = "dynamic" not in kind and "longrope" not in kind
-        self.rotary = getattr(model.base_model, "rotary_emb", None) if self.row_by_row else None
-        self.tables: tuple[Tensor, ...] = ()
+        rotary: Any = getattr(model.base_model, "rotary_emb", None)
+        self.rotary = rotary if self.row_by_row and rotary is not None and "forward" not in vars(rotary) else None
+        self.tables: tuple[Tensor, ...] = ()  # of the angles of all positions
 
     def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.
@@ -333,15 +334,14 @@ class TransformersForward:
         return output.logits if self.keeps or kept is None else output.logits.index_select(1, kept)
 
     def _rotate(self, x: Tensor, position_ids: Tensor, *args: Any) -> Any:
-        """The model's cos and sin of positions [B, T], two lookups in place of ten operations: those of all positions
-        are computed once."""
-        own: Any = type(self.rotary).forward
-        if args or position_ids.ndim != 2:
-            return own(self.rotary, x, position_ids, *args)
+        """The model's cos and sin of positions [B, T], by two lookups in place of ten operations."""
+        own: Any = type(self.rotary)
+        if args or position_ids.ndim != 2 or torch.compiler.is_compiling():
+            return own.forward(self.rotary, x, position_ids, *args)
         if not self.tables or self.tables[0].dtype != x.dtype:
             every = torch.arange(self.cache.max_tokens, device=x.device)[None]
             with torch.inference_mode(False), torch.no_grad():  # a later generation may run outside of inference mode
-                self.tables = tuple(table[0] for table in own(self.rotary, x, every))
+                self.tables = tuple(table[0] for table in own.forward(self.rotary, x, every))
         return tuple(F.embedding(position_ids, table) for table in self.tables)
 
 

@@ -18,7 +18,7 @@ class Tile(NamedTuple):
 
 
 # Bytes of a stored element -> the tiles to choose from, the fastest on an H200 first.
-TILES = {
+TILES: dict[int, tuple[Tile, ...]] = {
     1: (Tile(64, 2, 3, programs=4), Tile(64, 4, 2), Tile(32, 4, 2)),
     2: (Tile(64, 4, 3), Tile(64, 4, 2), Tile(32, 4, 2)),
 }
