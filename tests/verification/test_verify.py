@@ -20,6 +20,7 @@ from octavo.evaluation import Budget, PromptOptions
 from octavo.evaluation.metrics import EmbeddingQuality
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.packing import convert_layout, pack
+from octavo.packing.options import SHARED
 from octavo.packing.transforms import fold
 from octavo.verification import verify
 from octavo.verification.checks import check_folder
@@ -42,7 +43,7 @@ ENCODERS = ("bert", "bert masked", "roberta", "xlm roberta masked", "t5 encoder"
 # tied weight of xlm roberta has the name of the embedding in the files, and that of the head in the model.
 CHANNEL = [
     "mistral", "qwen2", "qwen3", "opt", "gpt2", "gptneox", "gemma2", "jamba", "olmo hybrid", "bamba", *UNFUSED, "t5",
-    "bart", *ENCODERS, "mixtral", "qwen3moe", "whisper", *IMAGE_MODELS,
+    "falcon h1", "bart", *ENCODERS, "mixtral", "qwen3moe", "whisper", *IMAGE_MODELS,
 ]  # fmt: skip
 FP8 = ("llama", "qwen2", "bert", "t5", "bart", "mixtral", "qwen3moe", "vit", "whisper")
 SEVERAL = {"*.down_proj": "mx", "*.layers.0.*": "channel"}  # the first that matches counts
@@ -54,6 +55,7 @@ FOLDERS = [
     *((name, {"scheme": "channel", "experts": True}) for name in MIXTURES),
     *((name, {"scheme": "tensor"}) for name in ("mistral", "opt", "gpt2")),
     ("gpt2", {"pow2": True}),
+    ("gemma3n", {"skip": ("*.altup.*",)}),  # of 4 inputs
     *((name, {"scheme": "static"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert")),
     ("qwen2", {"scheme": "block"}),
     *((name, {"scheme": "block", "layout": "fp8"}) for name in FP8),
@@ -348,6 +350,20 @@ def test_right_bytes_of_a_model_whose_inputs_are_not_stated(tmp_path):
     report = verify(tmp_path / "out", tmp_path / "model")
     assert (report.ok, report.verdict) == (True, "the bytes are right; no reader was tried")
     assert report.remarks[0].startswith("no reader was tried: the config.json of a SegformerForImage")
+
+
+def test_layers_that_share_a_weight_stay_in_bf16(tmp_path):
+    """transformers ties weights of Zamba2's blocks, and not their scales."""
+    report = pack(make_model(tmp_path / "model", "zamba2"), tmp_path / "out")
+    assert {why for name, why in report.skipped.items() if ".shared_transformer." in name} == {SHARED}
+    check_agreement(verify(tmp_path / "out", tmp_path / "model"))
+
+
+def test_a_token_of_a_mixture_takes_another_expert(tmp_path):
+    """The files of Granite's mixtures hold stacks, as its modules do."""
+    make_model(tmp_path / "model", "granite moe", seed=3)
+    pack(tmp_path / "model", tmp_path / "out", scheme="weight")
+    check_agreement(verify(tmp_path / "out", tmp_path / "model"))
 
 
 def test_a_router_with_a_forward_of_its_own(tmp_path):

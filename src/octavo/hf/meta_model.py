@@ -408,18 +408,25 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 def compute_buffers(model: Any, device: torch.device | str) -> None:
     """Let transformers compute, on `device`, the buffers that no file holds (rotary frequencies), as its own loading
     does; an ArtifactError if it does not. It initializes parameters too, so call this before any of them is filled."""
-    for module in model.modules():
-        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        names = [name for name in names if name in module._non_persistent_buffers_set]
-        for name in names:
-            poison = torch.nan if module._buffers[name].is_floating_point() else 0
-            module._buffers[name] = torch.full_like(module._buffers[name], poison, device=device)
-        if names:
-            if not all(parameter.is_meta for parameter in module.parameters()):
-                raise RuntimeError(f"{type(module).__name__} would be initialized again: compute its buffers first")
-            model._init_weights(module)
-        if left := [name for name in names if module._buffers[name].isnan().any()]:
-            raise ArtifactError(f"transformers computes no {left[0]} of {type(module).__name__}: this model cannot run")
+    for module, name in _left_poisoned(model, model, device):
+        raise ArtifactError(f"transformers computes no {name} of {type(module).__name__}: this model cannot run")
+
+
+def _left_poisoned(module: nn.Module, model: Any, device: torch.device | str) -> list[tuple[nn.Module, str]]:
+    """The buffers in `module` that transformers does not compute. The model in `model` that is nearest to a module
+    computes its buffers; where it does not, those of FalconH1Mixer, it computes them with those of a module above."""
+    model = module if hasattr(module, "_init_weights") else model
+    left = [each for child in module.children() for each in _left_poisoned(child, model, device)]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+            poison = torch.nan if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, poison, device=device)
+            left.append((module, name))
+    if left:
+        if not all(parameter.is_meta for parameter in module.parameters()):
+            raise RuntimeError(f"{type(module).__name__} would be initialized again: compute its buffers first")
+        model._init_weights(module)
+    return [(owner, name) for owner, name in left if owner.get_buffer(name).isnan().any()]
 
 
 def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:

@@ -16,6 +16,7 @@ from octavo.calibration.site_statistics import SCALE_RULES
 from octavo.checkpoint.files import ArtifactError, load_tensors
 from octavo.checkpoint.layouts import check_layout, get_layout
 from octavo.checkpoint.scheme import SCHEME_OF, STATIC, Scheme, check_groups, get_scheme, groups, kv_tensors
+from octavo.hf.meta_model import tied_names
 from octavo.hf.source import Source
 from octavo.nn.module_tools import is_conv1d
 from octavo.nn.selection import check_strings, select_linears
@@ -199,6 +200,7 @@ def _scale(state: Mapping[str, Tensor], history: str, path: Path) -> Tensor | No
 
 KEPT_WIDE = "its model keeps it in high precision, or casts its input to the dtype of its weight"
 TRANSPOSED = "a Conv1D stores its weight as [K, N], and a packed weight is [N, K]"
+SHARED = "it shares its weight with another layer, and readers do not share scales"
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,8 @@ def _select(source: Source, options: PackOptions) -> dict[str, str]:
     linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), others)
     names = [layer.name for layer in linears]
     left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE)
+    tied = tied_names(source.meta_model.model)
+    left |= {name: SHARED for name in names if len(tied[f"{name}.weight"]) > 1}
     for group in groups(names):  # layers that training moved to BF16 are packed if they are named in --layer
         promoted = [name for name in group if name in source.promoted and name not in options.layers]
         for name in group if promoted else ():

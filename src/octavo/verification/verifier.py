@@ -30,6 +30,7 @@ from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_bu
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
 from octavo.hf.source import Source, open_source
+from octavo.nn.conversion_report import find_coverage
 from octavo.util import Progress, choose_device, no_progress
 from octavo.verification import layer_spec
 from octavo.verification.checks import Required, check_folder, check_weights, judge_alone
@@ -216,7 +217,8 @@ class Verification:
             self.report.not_run = "no reader was tried, since the model cannot run"
             return
         model, files = meta_model.model, self.files
-        cache, mixture = bool(layer_spec.cache_names(files)), bool(meta_model.experts.experts)
+        cache = bool(layer_spec.cache_names(files))
+        mixture = any(each.kind == "expert stack" for each in find_coverage(model, ()).left)
         kind = is_language_model(model), predicts_tokens(model), cache, mixture
         outputs = reference, emulated, unrounded, bf16
         probe = Probe(files.folder, self.layers, files.settings, *kind, given, *outputs, experts)
