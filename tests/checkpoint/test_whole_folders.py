@@ -224,6 +224,7 @@ def source(tmp_path: Path) -> Path:
         "1_Pooling/config.json": '{"pooling_mode": "mean"}', "2_Dense/config.json": "{}",
         "2_Dense/model.safetensors": "more weights", "2_Dense/pytorch_model.bin": "a pickle",
         "onnx/model.onnx": "another form of the weights", "license.py": "code",
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
         **dict.fromkeys(LICENSES, "the licence requires that it goes with the weights"),
     }  # fmt: skip
     for name, text in files.items():
@@ -242,7 +243,7 @@ def test_folders_of_modules_are_copied_with_their_tensors(source: Path) -> None:
     folders.copy_description(source, target)
     assert names(target) == {
         "modules.json", "sentence_bert_config.json", "vocab.txt", "1_Pooling/config.json", "2_Dense/config.json",
-        "2_Dense/model.safetensors", *LICENSES,
+        "2_Dense/model.safetensors", "additional_chat_templates/tool_use.jinja", *LICENSES,
     }  # fmt: skip
     assert all((target / name).read_text() == (source / name).read_text() for name in names(target))
 

@@ -209,7 +209,7 @@ def _flush_entry(path: Path) -> None:
 #
 # These are the tokenizer, the generation settings and the licence, which many models require to go with the weights. A
 # sentence-transformers folder also has modules that follow the model: modules.json names a folder for each (1_Pooling,
-# 2_Dense, ...), which may hold tensors.
+# 2_Dense, ...), which may hold tensors. transformers writes chat templates beside the first one in a folder, too.
 
 
 _DESCRIBES = re.compile(
@@ -217,7 +217,7 @@ _DESCRIBES = re.compile(
 )
 _NOT_COPIED = ("config.json", "octavo.json", "hf_quant_config.json")  # a layout may have the last
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-MODULES, CARD = "modules.json", "README.md"
+MODULES, CARD, TEMPLATES = "modules.json", "README.md", "additional_chat_templates"
 
 
 def check_links(folder: Path) -> None:
@@ -268,11 +268,11 @@ def copy_description(source: Path, target: Path) -> None:
 
 
 def _modules(source: Path) -> Iterator[str]:
-    listed = source / MODULES
-    if not listed.is_file():
-        return
-    with reading(listed, "a list of modules, each with a path", ArtifactError):
-        names = [str(module["path"]) for module in json.loads(listed.read_text(encoding="utf-8"))]
+    """The folders that are copied: of the modules, and of further chat templates."""
+    listed, names = source / MODULES, [TEMPLATES]
+    if listed.is_file():
+        with reading(listed, "a list of modules, each with a path", ArtifactError):
+            names += [str(module["path"]) for module in json.loads(listed.read_text(encoding="utf-8"))]
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
             raise ArtifactError(f"{listed} names {name!r}: the folders of modules must lie in the folder itself")
