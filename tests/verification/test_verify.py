@@ -9,16 +9,23 @@ from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
 from tiny_models import IDS, IMAGE_MODELS, MODELS, make_model, with_slow
 from torch import nn
-from transformers import FNetConfig, FNetModel, SegformerConfig, SegformerForImageClassification
+from transformers import (
+    FNetConfig,
+    FNetModel,
+    LlavaForConditionalGeneration,
+    SegformerConfig,
+    SegformerForImageClassification,
+    SiglipModel,
+)
 from verify_examples import change_settings, change_tensors, complaints, run_verify
 
 import octavo
 from octavo.calibration import calibrate
-from octavo.checkpoint.files import ShardReader, read_json
+from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation import Budget, PromptOptions
 from octavo.evaluation.metrics import EmbeddingQuality
-from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
+from octavo.hf.meta_model import MetaModel, compute_buffers, predicts_tokens, random_inputs, transformers_meta_model
 from octavo.packing import convert_layout, pack
 from octavo.packing.options import SHARED
 from octavo.packing.transforms import fold
@@ -342,6 +349,15 @@ def test_a_model_that_cannot_run_is_named(tmp_path):
     (finding,) = map(str, report.findings)
     assert finding == "config.json: transformers cannot run the model (RuntimeError: Unsupported dtype BFloat16)"
     assert report.not_run
+
+
+def test_models_of_images_and_text():
+    """Those that generate give logits of tokens; SigLIP as a whole runs on neither images nor text alone."""
+    with torch.device("meta"):
+        siglip, llava = (cls(cls.config_class()) for cls in (SiglipModel, LlavaForConditionalGeneration))
+    assert (predicts_tokens(llava), predicts_tokens(siglip)) == (True, False)
+    with pytest.raises(ArtifactError, match="SiglipModel takes images with text, and is run on neither alone"):
+        random_inputs(siglip, 8)
 
 
 def test_right_bytes_of_a_model_whose_inputs_are_not_stated(tmp_path):

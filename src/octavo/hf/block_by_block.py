@@ -37,7 +37,7 @@ def _unsupported(model: Any) -> str:
         return "its layers are Conv1D, which are not packed (except GPT-2's, which is read as OPT)"
     known = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, nn.Conv1d))]
     if fused := [name for name, p in model.named_parameters() if p.ndim == 3 and name.rpartition(".")[0] not in known]:
-        return f"its experts are one tensor ({fused[0]}) of a class that Octavo does not know"
+        return f"it has a tensor of three dimensions ({fused[0]}) in a class that Octavo does not know"
     if len(_stacks(model)) != 1:
         return f"it must have one list of its num_hidden_layers blocks, and has {len(_stacks(model))}"
     return ""

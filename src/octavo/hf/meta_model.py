@@ -71,6 +71,13 @@ def main_input(model: Any) -> str | None:
     return IMAGES if named == IMAGES and not model.config.is_encoder_decoder else None
 
 
+def takes_both(model: Any) -> bool:
+    """True if a model runs on images with text alone, as SigLIP as a whole and BLIP do."""
+    beside = inspect.signature(model.forward).parameters.get(IMAGES) if token_embedding(model) else None
+    required = beside is not None and beside.default is inspect.Parameter.empty
+    return required or (hasattr(model, "get_image_features") and hasattr(model, "get_text_features"))
+
+
 def has_decoder(model: Any) -> bool:
     """True if a model has an encoder and a decoder, which takes tokens, as T5, BART and Whisper."""
     if isinstance(model, Decoder) or not model.config.is_encoder_decoder:
@@ -139,6 +146,8 @@ def _beside_images(model: Any, images: Tensor) -> dict[str, Tensor]:
 def random_inputs(model: Any, context: int) -> Tensor:
     """Two random inputs. Token ids int64 [2, T] have up to 32 tokens, and no more than `context`. Images and
     spectrograms (`arguments_of`) are normally distributed."""
+    if takes_both(model):
+        raise ArtifactError(f"a {type(model).__name__} takes images with text, and is run on neither alone")
     generator = torch.Generator().manual_seed(0)
     spectrogram = _spectrogram(model) if main_input(model) == SOUNDS else None
     embedding = token_embedding(model)
@@ -202,8 +211,11 @@ def names_language_model(architecture: str) -> bool:
 
 
 def predicts_tokens(model: Any) -> bool:
-    """True if a model gives logits of tokens: a language model, or an encoder and a decoder with an output head."""
-    return is_language_model(model) or (has_decoder(model) and model.get_output_embeddings() is not None)
+    """True if a model gives logits of tokens: a language model, also of images and text, or an encoder and a decoder
+    with an output head."""
+    if is_language_model(model):
+        return True
+    return (has_decoder(model) or model.can_generate()) and model.get_output_embeddings() is not None
 
 
 # ---- The model that a config.json describes.
@@ -240,9 +252,10 @@ class MetaModel:
         return self.require_text().num_embeddings
 
     def require_text(self) -> nn.Embedding:
-        """The token embedding. An ArtifactError, which says what to do, if the model takes images."""
-        embedding, kind = token_embedding(self.model), KINDS[main_input(self.model) or TOKENS]
-        if embedding is None or not self.takes_text:
+        """The token embedding. An ArtifactError, which says what to do, if the model takes anything else."""
+        embedding, both = token_embedding(self.model), takes_both(self.model)
+        kind = "images with text" if both else KINDS[main_input(self.model) or TOKENS]
+        if embedding is None or not self.takes_text or both:
             raise ArtifactError(
                 f"a {type(self.model).__name__} takes {kind}, and octavo calibrate, --freeze, --budget and --data run "
                 "a model on text: leave them out. For the scheme static, octavo.scales.freeze_scales("
