@@ -216,6 +216,19 @@ def test_tokens_are_those_of_the_embedding_and_fit_the_context():
     assert list(arguments_of(model, given)) == [TOKENS]
 
 
+def test_models_of_images_and_text_generate_from_text_or_run_on_both_alone():
+    assert meta_model.predicts_tokens(on_meta("LlavaForConditionalGeneration"))
+    with pytest.raises(ArtifactError, match="SiglipModel takes images with text, and is run on neither alone"):
+        random_inputs(on_meta("SiglipModel"), 8)
+
+
+@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "FalconH1ForCausalLM", "PaliGemmaForConditionalGeneration"])
+def test_buffers_are_computed_by_the_nearest_model_or_a_module_above(name):
+    model = on_meta(name)
+    meta_model.compute_buffers(model, "cpu")
+    assert not any(buffer.isnan().any() for buffer in model.buffers() if not buffer.is_meta)
+
+
 # ---- causal or not, by what a model computes
 
 

@@ -97,15 +97,6 @@ MODELS = {
     "mamba": ("MambaForCausalLM", UNLIMITED | {"state_size": 8}),
     "hyv4": ("HYV4ForCausalLM", GROUPS | LATENT | {"index_n_heads": 2, "index_head_dim": 16, "pad_token_id": 0}),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
-    "gemma3n": (
-        "Gemma3nForCausalLM",
-        {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256, "laurel_rank": 16, "pad_token_id": 0}
-        | {"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2, "activation_sparsity_pattern": None},
-    ),
-    "falcon h1": (
-        "FalconH1ForCausalLM",
-        {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_ssm": 256, "mamba_d_state": 8, "mamba_chunk_size": 16},
-    ),
     "zamba2": (
         "Zamba2ForCausalLM",
         {"n_mamba_heads": 8, "mamba_headdim": 32, "mamba_d_state": 8, "chunk_size": 16, "num_mem_blocks": 1}
