@@ -192,6 +192,7 @@ ONE_EACH = {
     [
         ("OpenAIGPTLMHeadModel", {"n_embd": 8, "n_layer": 1, "n_head": 1}, "its layers are Conv1D"),
         ("BartForConditionalGeneration", {"vocab_size": 9, **ONE_EACH}, "it has an encoder and a decoder"),
+        ("Gemma4ForCausalLM", {**TINY, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 9}, "its last blocks"),
         (
             "GptOssForCausalLM",
             {**TINY, "num_key_value_heads": 1, "num_local_experts": 4},

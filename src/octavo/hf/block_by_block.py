@@ -23,7 +23,7 @@ from octavo.hf.source import Source
 from octavo.nn.conversion import find_experts
 
 _NAMES = ", ".join(each.name for each in ARCHITECTURES.values() if each.block.rms)
-SUPPORTED = f"{_NAMES}, GPT-2, OPT and BERT-like encoders are"
+SUPPORTED = f"{_NAMES}, GPT-2, OPT and BERT-like encoders are supported, and pack --freeze runs others as a whole"
 
 Looking = Callable[[], AbstractContextManager[None]]
 
@@ -33,6 +33,8 @@ def _unsupported(model: Any) -> str:
 
     if model.config.is_encoder_decoder:
         return "it has an encoder and a decoder"
+    if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
+        return "its last blocks read keys and values of blocks before them"
     if any(isinstance(module, Conv1D) for module in model.modules()):
         return "its layers are Conv1D, which are not packed (except GPT-2's, which is read as OPT)"
     known = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, nn.Conv1d))]
@@ -77,7 +79,7 @@ class BlockModel:
         if reason := _unsupported(model):
             raise ArtifactError(
                 f"{source.description / 'config.json'}: {type(model).__name__} cannot be calibrated, {reason}; "
-                f"{SUPPORTED} supported"
+                f"{SUPPORTED}"
             )
         self.experts = expert_matrices(meta_model)
         self.device, self._files = torch.device(device), source.reader
@@ -161,7 +163,7 @@ class BlockModel:
             if not isinstance(stop.hidden, Tensor):
                 raise ArtifactError(
                     f"a block of {type(self.model).__name__} returned {type(stop.hidden).__name__}, it must return "
-                    f"one tensor; {SUPPORTED} supported"
+                    f"one tensor; {SUPPORTED}"
                 ) from None
             return stop.hidden
         finally:
