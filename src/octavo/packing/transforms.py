@@ -227,6 +227,8 @@ class FoldJob:
         self.source, self.dtype, self._rotates = source, dtype, rotates
         self._architecture = _find_architecture(source, rotates=rotates)
         self._block, values = self._architecture.block, self._architecture.block.qkv[2]
+        self._width = int(source.config["hidden_size"])
+        self._head_dim = int(source.config.get("head_dim") or self._width // source.config["num_attention_heads"])
         names = (name for name, _ in source.meta_model.model.named_modules())
         self._layers = [name.removesuffix(values) for name in names if name.endswith(f".{values}")]  # with a dot
         for what, size in (("width", self._width), ("head width", self._head_dim)) if rotates else ():
@@ -238,14 +240,6 @@ class FoldJob:
         self.record_of: dict[str, Any] = {"smooth": None, "rotate": None}
         self.smoothed: dict[str, tuple[float, float]] = {}
         self.rotated: tuple[int, int] | None = None
-
-    @property
-    def _width(self) -> int:
-        return int(self.source.config["hidden_size"])
-
-    @property
-    def _head_dim(self) -> int:
-        return int(self.source.config.get("head_dim") or self._width // self.source.config["num_attention_heads"])
 
     def _norms(self) -> list[Pair]:
         """The norms in front of linear layers alone, and these."""
