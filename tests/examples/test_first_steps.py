@@ -3,12 +3,20 @@
 import json
 from pathlib import Path
 
+import pytest
 
-def test_the_cells_run(monkeypatch, tmp_path, capsys):
+
+@pytest.mark.parametrize("steps", [8, pytest.param(60, marks=pytest.mark.slow)])
+def test_the_cells_run(monkeypatch, tmp_path, capsys, steps):
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
     names = {"__name__": "__main__"}
-    notebook = json.loads((Path(__file__).parents[2] / "examples" / "first_steps.ipynb").read_text())
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    notebook = (Path(__file__).parents[2] / "examples" / "first_steps.ipynb").read_text()
+    assert notebook.count("steps=60") == 1
+    cells = [
+        cell
+        for cell in json.loads(notebook.replace("steps=60", f"steps={steps}"))["cells"]
+        if cell["cell_type"] == "code"
+    ]
     for number, cell in enumerate(cells):
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
         assert cell["outputs"] == []

@@ -27,7 +27,7 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 def tokens(model):
     ids = IDS[:, :8]
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
 
 
 def pointers(model):
@@ -386,4 +386,4 @@ def test_static_scales_of_inputs_stay_those_of_the_calibration(made, tmp_path, r
     afresh = packed_afresh(model, tmp_path, scheme="tensor", share=recipe is None).state_dict()
     assert len(before) == 14
     assert same_bits(served.state_dict(), {**afresh, **before})
-    assert tokens(served).shape == (2, 20)
+    assert tokens(served).shape == (2, 12)
