@@ -12,7 +12,7 @@ from calibration_examples import MODELS, watch_whole, whole_model, write_model
 from full_disk import files_of_at_most
 from packed_examples import LLAMA, examples, write_run
 from safetensors.torch import load_file, save_file
-from tiny_models import same_bits
+from tiny_models import same_bits, with_slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import octavo
@@ -51,7 +51,7 @@ SHARED = {  # of some kinds, layers that read one tensor
 }
 
 
-@pytest.mark.parametrize("kind", ["gpt2", *MODELS])
+@pytest.mark.parametrize("kind", with_slow(["gpt2", *MODELS]))
 def test_every_site_has_the_statistics_of_the_model_run_at_once(kind, tmp_path, data):
     folder = write_model(tmp_path / kind, kind)
     found = calibrate(folder, data, tmp_path / "out", prompts=PROMPTS)

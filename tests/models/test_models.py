@@ -346,7 +346,7 @@ def test_the_images_are_classified_as_plain_pytorch_does() -> None:
     torch.testing.assert_close(model(IMAGES), model.head(model.norm(x).mean(1)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_they_learn_in_fp8(recipe: str) -> None:
     models = VisionTransformer(VISION), DiffusionTransformer(VISION)
     batches = IMAGES, (IMAGES, torch.rand(6), CLASSES)

@@ -99,8 +99,7 @@ def turns(call) -> int:
 
 
 @each
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("mode", ["bfloat16", "float32", "autocast"])
+@pytest.mark.parametrize(("mode", "cached"), [("bfloat16", True), ("float32", True), ("autocast", False)])
 def test_heads_turn_in_one_pass_forward_and_one_backward(name, cached, mode, monkeypatch):
     """With the bits of transformers' own code, and a gradient that is one too. With autocast transformers turns in
     float32, and rounds the parts of a gradient before it adds them: last bits, which casts turn into steps."""

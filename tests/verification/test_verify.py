@@ -7,7 +7,7 @@ import torch
 from other_writers import know_caches
 from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
-from tiny_models import IDS, IMAGE_MODELS, MODELS, make_model, with_slow
+from tiny_models import IDS, IMAGE_MODELS, MODELS, QUICK, make_model, with_slow
 from torch import nn
 from transformers import FNetConfig, FNetModel, SegformerConfig, SegformerForImageClassification
 from verify_examples import change_settings, change_tensors, complaints, run_verify
@@ -72,6 +72,12 @@ ROUGH = ("jamba", "olmo hybrid", "hyv4", "mixtral", "qwen3moe", "deepseekv3")  #
 BROKEN_READER = "dinov2"  # transformers 5.23 opens no quantized folder of its type
 
 
+def slow_if_crossed(name, options):
+    """Quick rows have one of `QUICK`, and `channel` or a model whose layers have a kind of their own."""
+    quick = name in ("llama", "mixtral") or (name in QUICK and options in ({"scheme": "channel"}, {"pow2": True}))
+    return pytest.param(name, options, marks=() if quick else pytest.mark.slow)
+
+
 def check_agreement(report):
     """No finding, and the readers: transformers and Octavo agree, and vLLM is not installed."""
     assert not report.findings
@@ -81,7 +87,7 @@ def check_agreement(report):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("name", "options"), with_slow(FOLDERS), ids=str)
+@pytest.mark.parametrize(("name", "options"), [slow_if_crossed(*row) for row in FOLDERS], ids=str)
 def test_every_reader_computes_what_the_bytes_say(made, monkeypatch, name, options):
     know_caches(monkeypatch)
     cached, with_text = "kv_cache" in options, name not in (*IMAGE_MODELS, "whisper")
