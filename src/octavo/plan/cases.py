@@ -123,7 +123,7 @@ class TrainingPlan:
         step = self.setup.degrees.data
 
         def exceeds(sequences: int) -> bool:
-            setup = replace(self.setup, config=self.setup.config.change(batch=sequences * step))
+            setup = replace(self.setup, config=replace(self.setup.config, batch=sequences * step))
             return plan_memory(setup).peak > setup.gpu.memory
 
         return bisect_left(range(1, LARGEST), True, key=exceeds) * step
