@@ -53,7 +53,8 @@ UNTESTED = {
 # The pages of the learning path go on with each other's names and files. Every other page runs by itself.
 LESSONS = tuple(page for page in PAGES if page.startswith("docs/learn/"))
 GROUPS = [pages for pages in (LESSONS, *((page,) for page in PAGES if page not in LESSONS)) if pages]
-SLOW = ("bisect", "inspect", "learn/1_gpt", "quickstart", "report", "rl", "runs", "troubleshooting")
+PAGES_OF_SECONDS = ("bisect", "inspect", "learn/1_gpt", "quickstart", "report", "rl", "runs", "troubleshooting")
+SLOW = {f"docs/{name}.md": pytest.mark.slow for name in PAGES_OF_SECONDS}
 
 Octavo = Callable[..., tuple[int, str, str]]
 
@@ -98,9 +99,7 @@ def test_an_output_that_is_not_shown_is_found() -> None:
     assert different_lines("a\n", "a\nb\n") == [" | b"]
 
 
-@pytest.mark.parametrize(
-    "pages", [pytest.param(each, id=each[0], marks=[pytest.mark.slow] * (each[0][5:-3] in SLOW)) for each in GROUPS]
-)
+@pytest.mark.parametrize("pages", [pytest.param(each, id=each[0], marks=SLOW.get(each[0], ())) for each in GROUPS])
 @pytest.mark.usefixtures("workspace")
 def test_the_blocks_of_a_page_run(pages: tuple[str, ...], octavo: Octavo) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}

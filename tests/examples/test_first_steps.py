@@ -10,17 +10,11 @@ import pytest
 def test_the_cells_run(monkeypatch, tmp_path, capsys, steps):
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
     names = {"__name__": "__main__"}
-    notebook = (Path(__file__).parents[2] / "examples" / "first_steps.ipynb").read_text()
-    assert notebook.count("steps=60") == 1
-    cells = [
-        cell
-        for cell in json.loads(notebook.replace("steps=60", f"steps={steps}"))["cells"]
-        if cell["cell_type"] == "code"
-    ]
+    notebook = json.loads((Path(__file__).parents[2] / "examples" / "first_steps.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(cells):
-        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+        exec(compile("".join(cell["source"]).replace("steps=60", f"steps={steps}"), f"cell {number}", "exec"), names)
         assert cell["outputs"] == []
-    assert len(cells) == 6
     assert "14 linear layers converted" in capsys.readouterr().out
     assert abs(names["ours"] / names["base"] - 1) < 0.05
     assert (tmp_path / "packed" / "model.safetensors").is_file()

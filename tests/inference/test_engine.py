@@ -5,6 +5,7 @@ import torch
 from generation_examples import DTYPES, answers, batch, model_of, pair, sessions
 from metrics import sqnr
 from model_examples import BOTH, GPT, GQA, lively, tokens
+from tiny_models import with_slow
 
 from octavo import load
 from octavo.inference import engine as engine_module
@@ -226,10 +227,7 @@ def test_the_last_layer_of_a_packed_model_goes_on_with_the_last_token_of_a_promp
     assert seen == [*whole, *first, *last]
 
 
-@pytest.mark.parametrize(
-    "kv_cache",
-    ["bf16", "fp8 warmed up", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("fp8", "int8 warmed up"))],
-)
+@pytest.mark.parametrize("kv_cache", with_slow(["bf16", "fp8 warm", "fp8", "int8 warm"], ("bf16", "fp8 warm")))
 @pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
 def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, made, monkeypatch):
     """A GPU replays such prompts as CUDA graphs. Here they run eagerly, and the text goes on behind each prompt. The

@@ -29,14 +29,12 @@ EXPERTS = "mixtral-8x7b --batch"
 CASES = [
     "7B",
     "llama-3-8b --tokens 1T --days 14 --price 3",
-    "llama-3-8b --gpus 8 --tokens 1e12 --price 2",
     "llama-3-70b --gpus 64 --compare recipe=bf16,rowwise --compare gpu=h100,h200",
     "llama-3-405b --gpu rtx4090 --recipe bf16",
     *(f"{model} --gpu b200 --gpus 64 --optimizer.state 8bit" for model in model_presets()),
     f"{LLAMA} --compare gpu={','.join(known_gpus())} --recipe bf16",
     f"{LLAMA} --compare recipe={','.join(name for name in PRESETS if name != 'nvfp4')}",
     f"{EXPERTS} 4 --gpus 4 --compare recipe=bf16,tensorwise,rowwise --compare gpu=h200,b200",
-    f"{EXPERTS} 1 --gpu mi300x",
     f"{LLAMA} --gpus 8 --compare activation-checkpointing.mode=none,selective,full --compare recipe=bf16,rowwise",
     f"{LLAMA} --no-compile.blocks --compare activation-checkpointing.mode=none,selective,full",
     f"{LLAMA} --gpus 8 --batch 64 --compare parallel.tp=1,8 --compare accumulate=1,4",
@@ -59,7 +57,6 @@ CASES = [
     "llama-3-8b --serve --attention fp8 --gpu l40s --context 2048 --compare scheme=bf16,weight",
     "deepseek-v3 --serve --gpus 8 --batch 1",
     "gpt2 --serve",
-    "llama-1b",
 ]  # fmt: skip
 
 

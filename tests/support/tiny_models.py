@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -130,10 +130,10 @@ Folders = Callable[..., Path]
 QUICK = ("llama", "llama untied", "opt", "gpt2", "bert", "t5", "mixtral", "vit")
 
 
-def with_slow(rows: Iterable[str | tuple[str, ...]]) -> list:
-    """Parameters that begin with the name of a model: those of models beside `QUICK` are marked as slow."""
-    each = ((row,) if isinstance(row, str) else row for row in rows)
-    return [pytest.param(*row, marks=() if row[0] in QUICK else pytest.mark.slow) for row in each]
+def with_slow(rows: Iterable, quick: Container = QUICK) -> list:
+    """Parameters, values or tuples: those that are not one of `quick`, and begin with none, are marked as slow."""
+    each = (row if isinstance(row, tuple) else (row,) for row in rows)
+    return [pytest.param(*row, marks=() if row in quick or row[0] in quick else pytest.mark.slow) for row in each]
 
 
 def built(name: str, seed: int = 0, gain: float = 1.0, **sizes):

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from rich.console import Console
 from safetensors.torch import load_file
 from saved_checkpoints import contents, differing, everything, make_state
-from tiny_models import same_bytes
+from tiny_models import same_bytes, with_slow
 from tiny_runs import after_steps, before_steps
 from torch import nn
 
@@ -33,8 +33,6 @@ RUNS = [
     {"recipe": "bf16", "precision": "fp32", "schedule": "wsd", "tokenizer": "bpe", "vocabulary": 300},
     {"tokenizer": "characters", "sampling": "random", "loss": {"logits": "chunked", "chunk": 24}},
     {"width": 256, "layers": 1, "accumulate": 2, "optimizer": {"state": "fp8", "weights": "bf16"}},
-]
-SLOW = [
     {"width": 256, "layers": 1, "accumulate": 2, "optimizer": {"state": "8bit"}},
     {"recipe": "rowwise", "model": "mixture", "mlp_width": 48, "experts": {"count": 4, "top_k": 2}},
 ]
@@ -53,11 +51,7 @@ def assert_same_run(found, required, records):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(
-    "settings_of_run",
-    [*RUNS, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW)],
-    ids=lambda s: "-".join(map(str, s.values())),
-)
+@pytest.mark.parametrize("settings_of_run", with_slow(RUNS, RUNS[:7]), ids=lambda s: "-".join(map(str, s.values())))
 def test_stopped_and_resumed_is_the_same_bit_for_bit(begin, go_on, records, tmp_path, settings_of_run):
     begin(out=str(tmp_path / "whole"), **settings_of_run).run()
     trainer = begin(out=str(tmp_path / "parts"), **settings_of_run)

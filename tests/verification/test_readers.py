@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import make_model, write_text
+from tiny_models import make_model, with_slow, write_text
 from verify_examples import change_config, change_tensors, run_verify
 
 from octavo.calibration import calibrate
@@ -151,9 +151,7 @@ def differ(tensors):
         tensors[f"model.layers.0.block_sparse_moe.experts.{e}.w1.weight"] *= 1 + e / 4
 
 
-@pytest.mark.parametrize(
-    "scheme", ["channel", "static", *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "mx", "weight"))]
-)
+@pytest.mark.parametrize("scheme", with_slow(["channel", "static", "block", "mx", "weight"], ("channel", "static")))
 def test_a_reader_that_misreads_an_expert_that_no_token_reaches(monkeypatch, tmp_path, scheme):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16, "num_hidden_layers": 1}
     change_tensors(make_model(tmp_path / "model", "mixtral", **sizes), differ)

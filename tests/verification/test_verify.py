@@ -65,17 +65,12 @@ FOLDERS = [
     *(("llama", {"scheme": scheme, "kv_cache": "fp8"}) for scheme in ("static", "mx")),
     *(("mistral", {"scheme": "static", "kv_cache": "fp8", "rule": rule}) for rule in ("percentile", "mse")),
 ]
+ONCE = [row for row in FOLDERS if row[0] in (QUICK if row[1] == {"scheme": "channel"} else ("llama", "mixtral"))]
 # transformers' emulation in float32 has the numbers of the reference. These round some inputs at a tie to the other
 # side: OPT's decoder layers flatten their MLP's input to [T, K], which compressed-tensors scales as one tensor.
 TIES = {"opt": 2e-3, "gpt2": 2e-3, "bart": 1e-3}
 ROUGH = ("jamba", "olmo hybrid", "hyv4", "mixtral", "qwen3moe", "deepseekv3")  # whose outputs rounding moves far
 BROKEN_READER = "dinov2"  # transformers 5.23 opens no quantized folder of its type
-
-
-def slow_if_crossed(name, options):
-    """Quick rows have one of `QUICK`, and `channel` or a model whose layers have a kind of their own."""
-    quick = name in ("llama", "mixtral") or (name in QUICK and options in ({"scheme": "channel"}, {"pow2": True}))
-    return pytest.param(name, options, marks=() if quick else pytest.mark.slow)
 
 
 def check_agreement(report):
@@ -87,7 +82,7 @@ def check_agreement(report):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("name", "options"), [slow_if_crossed(*row) for row in FOLDERS], ids=str)
+@pytest.mark.parametrize(("name", "options"), with_slow(FOLDERS, ONCE), ids=str)
 def test_every_reader_computes_what_the_bytes_say(made, monkeypatch, name, options):
     know_caches(monkeypatch)
     cached, with_text = "kv_cache" in options, name not in (*IMAGE_MODELS, "whisper")
