@@ -170,8 +170,8 @@ def sum_groups(
     """The sums [BLOCK_N, BLOCK_M] over K from start_k to end_k, for a tile of rows `offs_m` of a, of which those before
     `end_m` count, and rows `offs_n` of b, the tile number `pid_n` of N, `stride_n` bytes apart."""
     offs_k = tl.arange(0, GROUP)
-    # Rows behind the end of a and b are not stored.
-    a_ptrs = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64)[None, :] * K + offs_k[:, None]
+    # Rows behind the end of a and b are not stored, those of a are the first ones (`gemm._tile_kernel`).
+    a_ptrs = a_ptr + (offs_m % end_m).to(tl.int64)[None, :] * K + offs_k[:, None]
     b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * stride_n + offs_k[None, :]
     stride = tl.cdiv(K, GROUP)
     A_FIRST: tl.constexpr = BLOCK_M >= 64 and ROWS_B > 1

@@ -166,7 +166,7 @@ def _rows_kernel(
                 GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
             )  # fmt: skip
         else:
-            a_rows = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end of a and b are not
+            a_rows = a_ptr + (offs_m % end_m).to(tl.int64) * K  # rows behind the end of a and b are not
             b_rows = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * stride_n  # stored
             acc = sum_products(b_rows, a_rows, None, 0, K, K, EVEN_K, PROMOTE, 0, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES)
             acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[None, :]
@@ -351,7 +351,7 @@ def _weight_only_kernel(
         offs_n = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
         scale_ptrs = scale_ptr + e.to(tl.int64) * stride_scales + offs_n // SCALE_ROWS * STRIDE_SCALE
         w_rows = w_ptr + e.to(tl.int64) * N * K + offs_n.to(tl.int64) * K
-        x_rows = x_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end are not stored
+        x_rows = x_ptr + (offs_m % end_m).to(tl.int64) * K  # rows behind the end are not stored
         acc = sum_products(
             w_rows, x_rows, scale_ptrs, 0, K, K, K % BLOCK_K == 0, 0, GROUP, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES
         )

@@ -116,7 +116,7 @@ def _tile_kernel(
     pid_n, pid_m = find_tile(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M), GROUP_M)
     offs_m, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < N
-    offs_m, offs_n = tl.minimum(offs_m, M - 1), tl.minimum(offs_n, N - 1)  # the others are computed, and not stored
+    offs_m, offs_n = offs_m % M, tl.minimum(offs_n, N - 1)  # the others are computed, and not stored
     offs_k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
     b_ptrs = b_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
