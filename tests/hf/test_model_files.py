@@ -19,7 +19,7 @@ from octavo.inference.opening import open_model
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.packing import convert_layout, pack, unpack
 from octavo.train.config import Config
-from octavo.train.model import describe_language_model, open_language_model
+from octavo.train.model import CPU, META, open_language_model
 from octavo.util import open_config
 from octavo.verification import verify
 
@@ -105,7 +105,7 @@ def test_transformers_itself_is_given_no_choice(folder, made):
 
 def test_training_is_given_no_choice(folder, tmp_path):
     config = Config(model=str(folder("llama", "_attn_implementation")), context=8)
-    described, model = (open_(config, tmp_path / "new") for open_ in (describe_language_model, open_language_model))
+    described, model = (open_language_model(config, tmp_path / "new", device) for device in (META, CPU))
     assert (described.config._attn_implementation, model.config._attn_implementation) == ("sdpa", "sdpa")
 
 
@@ -138,7 +138,7 @@ def test_no_more_layers_than_tensors(made, tmp_path, name, key, change):
         lambda: meta_model.read_meta_model(config | change, model),
         lambda: open_model(model),
         lambda: pack(model, tmp_path / "o"),
-        lambda: describe_language_model(Config(model=str(model)), tmp_path / "new"),
+        lambda: open_language_model(Config(model=str(model)), tmp_path / "new", META),
     ):
         with pytest.raises(ArtifactError, match=message):
             act()
