@@ -12,9 +12,11 @@ from linear_examples import converted_model
 from operation_counts import LiveMemory, operations
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import octavo
+from octavo.distributed import tensor_parallel
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.nn.fused_loss import Head, find_head
 
@@ -24,7 +26,7 @@ masking_utils = pytest.importorskip("transformers.masking_utils")
 VOCABULARY, TOKENS = 300, 24
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
-    "num_key_value_heads": 1, "intermediate_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MODELS = {  # a class of transformers, more of its configuration, and its head
     "llama": ("Llama", {}, Head("lm_head")),
@@ -338,13 +340,13 @@ def test_it_compiles_as_a_whole_and_layer_by_layer(name):
 
 def sharded_gradients(rank, name):
     found = []
-    for own_unit in (False, True)[: 1 if name == "tied" else 2]:
+    for way in ("blocks", "head" if name == "granite" else "layers cut"):
         model = converted_model(make(name), "bf16", fuse_loss=True)
-        for layer in model.model.layers:
-            fully_shard(layer)
-        if own_unit:
-            fully_shard(model.lm_head)
-        fully_shard(model)
+        if way == "layers cut":  # PyTorch's style of the head reads what takes the place of the logits
+            tensor_parallel(model, init_device_mesh("cpu", (2,)))
+        else:
+            for unit in (*model.model.layers, *[model.lm_head] * (way == "head"), model):
+                fully_shard(unit)
         by_name, _ = gradients(model)
         found.append({n: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy() for n, t in by_name.items()})
     return found
@@ -352,7 +354,7 @@ def sharded_gradients(rank, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["granite", "tied"])
-def test_fsdp_gathers_the_weight_where_the_loss_is_computed(name):
+def test_ranks_share_the_weight_where_the_loss_is_computed(name):
     expected, _ = gradients(make(name))
     for found in run_ranks(2, sharded_gradients, name):
         for by_name in found:

@@ -106,8 +106,7 @@ def _find_architecture(model: nn.Module) -> tuple[Architecture, Block]:
     name = type(model).__name__
     ours = {each.own: each for each in ARCHITECTURES.values() if each.own}
     theirs = {f"{each.name}ForCausalLM": each for each in ARCHITECTURES.values() if each.fusable}
-    architecture = (ours | theirs).get(name)
-    if architecture is None:
+    if (architecture := (ours | theirs).get(name)) is None:
         raise ValueError(
             f"tensor_parallel knows the modules of {', '.join((*ours, *theirs))}, got {name}: give its layers "
             "the styles octavo.distributed.ColumnParallel, RowParallel and NormParallel by "
@@ -240,8 +239,7 @@ class NormParallel(ParallelStyle):
 
 def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
     """Make a parameter of `module` a DTensor, with the numbers that rank `source` of the mesh has."""
-    parameter = module._parameters.get(name)
-    if parameter is None:
+    if (parameter := module._parameters.get(name)) is None:
         return
     if isinstance(parameter, DTensor):
         raise ValueError(f"{name} of {module} is a DTensor already: parallelize a layer once, and before fully_shard")

@@ -363,7 +363,9 @@ class Task:
             x, weight, self.labels, chunk=chunk, num_items=self.num_items, ignore_index=self.ignore_index,
             scale=head.scale, cap=head.cap, recipe=recipe,
         )  # fmt: skip
-        return self.loss.detach().view((1,) * x.ndim)  # code of a model reads the shape, or takes a slice
+        y: Any = self.loss.detach().view((1,) * x.ndim)  # code of a model reads the shape, or takes a slice
+        # A style of tensor parallelism, which gave a DTensor, reads the placements of the output.
+        return type(x).from_local(y, x.device_mesh, x.placements) if hasattr(x, "device_mesh") else y
 
     def result(self, logits: object, *args: Any, **kwargs: Any) -> Tensor | None:
         """The loss, for a model that asks a function for it."""
