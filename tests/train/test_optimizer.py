@@ -351,7 +351,7 @@ def test_the_learning_rate_is_set_of_all_parameters():
 
 def test_another_state_than_the_checkpoints_is_an_error(begin, go_on, tmp_path):
     begin(width=256, layers=1, steps=4).run()
-    with pytest.raises(ArtifactError, match=r"of another model or optimizer\.state: .*exp_avg\.codes is missing"):
+    with pytest.raises(ArtifactError, match=r"model, optimizer\.state or parallel\.tp: .*exp_avg\.codes is missing"):
         go_on(tmp_path / "run", "--optimizer.state", "8bit")
 
 

@@ -86,7 +86,7 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
     with same_outcome():
         described, (weights, optimizer, rest) = open_checkpoint(folder, state.model, state.fingerprint)
         moments = optimizer_state(state.model, state.optimizer)
-        where = f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state"
+        where = f"{folder / 'optimizer.safetensors'} is of another model, optimizer.state or parallel.tp"
         check_match(optimizer.specs, moments, where)
         saved = rest.get_all("cpu")
         if other_recipe:
