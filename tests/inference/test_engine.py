@@ -288,6 +288,18 @@ def test_the_angles_of_all_positions_are_computed_once(rope, calls, monkeypatch)
     assert (len(seen), "forward" in vars(rotary)) == (calls, False)
 
 
+def test_a_rotary_embedding_that_has_no_tables_computes_each_time(monkeypatch):
+    model, seen = model_of("llama"), []
+    engine, rotary = Engine(model, context=32), model.model.rotary_emb
+    expected, own = list(engine.generate([[5, 6, 7]], 4, GREEDY)), rotary.forward
+    rotary.forward = hook = lambda *args, **names: seen.append(args) or own(*args, **names)  # as accelerate sets one
+    assert list(engine.generate([[5, 6, 7]], 4, GREEDY)) == expected
+    assert (len(seen), rotary.forward) == (4, hook)
+    forward, ids = engine._new_session(1, 8).forward, torch.tensor([[3]])
+    monkeypatch.setattr(type(rotary), "forward", lambda self, x, ids, kind="": ids * (1j if kind == "" else 2))
+    assert [forward._rotate(ids, ids, **names).item() for names in ({"kind": "full"}, {})] == [6, 3j]
+
+
 # ---- Generation on transformers' own cache, against transformers' own loop
 
 

@@ -14,6 +14,7 @@ none. Importing this module imports transformers; `import octavo` does not impor
 """
 
 import inspect
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -305,8 +306,7 @@ class TransformersForward:
         # These kinds of rotary embedding change with the length of the text.
         kind = str(getattr(self.config, "rope_parameters", None))
         self.row_by_row = "dynamic" not in kind and "longrope" not in kind
-        rotary: Any = getattr(model.base_model, "rotary_emb", None)
-        self.rotary = rotary if self.row_by_row and rotary is not None and "forward" not in vars(rotary) else None
+        self.rotary: Any = getattr(model.base_model, "rotary_emb", None) if self.row_by_row else None
         self.tables: tuple[Tensor, ...] = ()  # of the angles of all positions
 
     def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -316,8 +316,9 @@ class TransformersForward:
         if kept is None and not self.cache.only_last and tokens.shape[1] > 1:  # the head multiplies a slice by sequence
             kept = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
         before, self.config._attn_implementation = self.config._attn_implementation, ATTENTION
-        if self.rotary is not None:
-            self.rotary.forward = self._rotate
+        rotary = None if self.rotary is None or "forward" in vars(self.rotary) else self.rotary  # accelerate sets one
+        if rotary is not None:
+            rotary.forward = self._rotate
         try:
             output = self.model(
                 input_ids=tokens,
@@ -329,19 +330,23 @@ class TransformersForward:
             )
         finally:
             self.config._attn_implementation = before
-            if self.rotary is not None:
-                del self.rotary.forward
+            if rotary is not None:
+                del rotary.forward
         return output.logits if self.keeps or kept is None else output.logits.index_select(1, kept)
 
-    def _rotate(self, x: Tensor, position_ids: Tensor, *args: Any) -> Any:
+    def _rotate(self, x: Tensor, position_ids: Tensor, *args: Any, **keywords: Any) -> Any:
         """The model's cos and sin of positions [B, T], by two lookups in place of ten operations."""
-        own: Any = type(self.rotary)
-        if args or position_ids.ndim != 2 or torch.compiler.is_compiling():
-            return own.forward(self.rotary, x, position_ids, *args)
+        own = partial(type(self.rotary).forward, self.rotary, x)
+        if args or keywords or position_ids.ndim != 2 or torch.compiler.is_compiling():
+            return own(position_ids, *args, **keywords)
         if not self.tables or self.tables[0].dtype != x.dtype:
             every = torch.arange(self.cache.max_tokens, device=x.device)[None]
             with torch.inference_mode(False), torch.no_grad():  # a later generation may run outside of inference mode
-                self.tables = tuple(table[0] for table in own.forward(self.rotary, x, every))
+                tables = own(every)
+            if {table.shape[:2] for table in tables} != {every.shape}:  # complex numbers, of DeepSeek-V2
+                self.rotary = None
+                return own(position_ids)
+            self.tables = tuple(table[0] for table in tables)
         return tuple(F.embedding(position_ids, table) for table in self.tables)
 
 
