@@ -154,9 +154,10 @@ def seed_scales(model: nn.Module, calibration: Any) -> None:
     layers: dict[str, Any] = {n: m for n, m in model.named_modules() if getattr(m, "histories", None) is not None}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no scale histories: octavo.convert(model, 'delayed') first")
-    known: Mapping[str, Sequence[float]] = calibration.input_histories  # the amax in each batch, oldest first
+    known: Mapping[str, Sequence[float]] = getattr(calibration, "input_histories", {})  # of each batch, oldest first
     if missing := [name for name in layers if name not in known]:
-        raise ValueError(f"the calibration has no amax of the input of {missing[0]} ({len(missing)} such layers)")
+        kind = type(calibration).__name__
+        raise ValueError(f"the calibration, a {kind}, has no amax of the input of {missing[0]} ({len(missing)} such)")
     for name, layer in layers.items():
         for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer.weight))])):
             if (history := layer.history_of(operand)) is not None:

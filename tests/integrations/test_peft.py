@@ -78,6 +78,8 @@ def test_adapters_train_around_a_packed_model(made, tmp_path, scheme, gemms):
 def test_a_variant_that_reads_the_weight_is_refused_on_a_packed_model(made):
     with pytest.raises(ValueError, match="unsupported variant"):
         peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support(settings(use_dora=True)))
+    with pytest.raises(TypeError, match="takes a LoraConfig, got IA3Config"):
+        support(peft.IA3Config())
 
 
 # By PEFT alone each layer has a GEMM of y. Those after the first adapter have one of dx: not the first q, k, v.

@@ -132,7 +132,8 @@ REFUSED = [
     (lambda: freeze(torch.zeros(2, 16)), "the input of 0 holds inf or NaN, or zeros alone"),
     (lambda: freeze(torch.full((2, 16), torch.inf)), "the input of 0 holds inf or NaN, or zeros alone"),
     (lambda: octavo.scales.saturation(layer("delayed"), [ROWS]), "no layer of Sequential holds a scale of its input"),
-    (lambda: seed(layer("delayed")), "the calibration has no amax of the input of 0"),
+    (lambda: seed(layer("delayed")), "the calibration, a SimpleNamespace, has no amax of the input of 0"),
+    (lambda: octavo.scales.seed_scales(layer("delayed"), None), "the calibration, a NoneType, has no amax"),
     (lambda: seed(nn.Linear(4, 4)), "has no scale histories"),
     (lambda: linear_cross_entropy(ROWS, ROWS, torch.zeros(3)), "needs an int64 label for each token; got 3 tokens"),
     (lambda: linear_cross_entropy(ROWS, ROWS, torch.full((len(ROWS),), -1)), "labels are from 0 to .* got -1"),
@@ -238,5 +239,5 @@ def test_compiled_code_does_not_read_the_names_of_layers(make):
     """torch.compile would guard on them and compile each block of a model anew; past its limit a block runs eagerly."""
     model = make()
     for module in model.modules():
-        vars(module).pop("name", None)  # a read of it fails
+        vars(module).pop("_layer_name", None)  # a read of it fails
     torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 16))

@@ -117,6 +117,8 @@ def test_state_round_trips_and_is_checked() -> None:
     for wrong, words in (({}, "missing"), (state | {"9.histories.x.scale": torch.ones(1)}, "has no place")):
         with pytest.raises(ValueError, match=words):
             octavo.scales.load_scale_state(other, wrong)
+    with pytest.raises(TypeError, match="takes a dictionary, got NoneType"):
+        octavo.scales.load_scale_state(other, None)
     with pytest.raises(ValueError, match="shape"):
         octavo.scales.load_scale_state(make(History(length=5))[0], state)
 

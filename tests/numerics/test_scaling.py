@@ -156,6 +156,7 @@ def test_history_margin_leaves_headroom(recent, rule, margin):
         ({"rule": "mean"}, "unknown history rule 'mean': choose one of max, most_recent, ema, percentile"),
         ({"length": 0}, "at least 1, got 0 and 1"),
         ({"interval": 0}, "at least 1, got 1024 and 0"),
+        ({"length": 2.5}, "integers, at least 1, got 2.5 and 1"),
         *(({"percentile": percentile}, "0 < percentile <= 100") for percentile in (0.0, 101.0)),
         *(({"beta": beta}, "0 <= beta < 1") for beta in (1.0, -0.1)),
     ],

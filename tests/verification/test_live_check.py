@@ -230,7 +230,7 @@ def test_tensors_that_are_not_the_folders(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "Sequential is no model of transformers, whose inputs are known: give a batch"),
+        ({}, "Sequential is no model of transformers, whose inputs are known: give batch="),
         ({"batch": BATCH, "precision": "fp4"}, "precision must be"),
         ({"batch": BATCH[:, 1:]}, r"Sequential .torch.float32 on cpu. cannot run on .* torch.float32 .32, 63. .*:"),
     ],

@@ -75,7 +75,7 @@ class PackedLinear(PackedModule):
 
     def __init__(self, linear: Any, scheme: Scheme, name: str = "") -> None:
         super().__init__()
-        self.name = name
+        self._layer_name = name
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
         n, k = linear.weight.shape
         with torch.device(linear.weight.device):

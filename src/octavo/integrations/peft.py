@@ -32,6 +32,8 @@ def support(config: ConfigT) -> ConfigT:
 
         PeftModel.from_pretrained(model, folder, config=support(LoraConfig.from_pretrained(folder)))
     """
+    if not isinstance(config, LoraConfig):
+        raise TypeError(f"support takes a LoraConfig, got {type(config).__name__}: other adapters run without it")
     config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: FusedLoraLinear})
     return config
 

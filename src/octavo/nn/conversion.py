@@ -271,7 +271,7 @@ def _change(layer: SelectedLayer, recipe: Recipe, chosen: set[str]) -> None:
     name, module, _ = layer
     converts = weights_of(name, module).keys() <= chosen
     if converts and isinstance(module, RecipeLayer) and module.recipe == recipe:
-        module.name = name  # the rest stays: weights cast once, and histories
+        module._layer_name = name  # the rest stays: weights cast once, and histories
         return
     if not restore_experts(module):
         restore_layer(module)
@@ -358,14 +358,14 @@ def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:
     """Change a module of `find_experts` in place so that our code computes it, by `recipe` if there is one."""
     if not isinstance(module, GroupedLinear):
         mix_into(module, Experts)
-    module.recipe, module.name = recipe, name
+    module.recipe, module._layer_name = recipe, name
 
 
 def restore_experts(module: Any) -> bool:
     """Undo the conversion of a module of experts, and return whether `module` was one."""
     if not isinstance(module, Experts | GroupedLinear) or module.recipe is None:
         return False
-    for name in ("recipe", "name", "recompute"):
+    for name in ("recipe", "_layer_name", "recompute"):
         vars(module).pop(name, None)
     theirs = parts_of(type(module))[1:]
     if theirs and "parallel" not in vars(module):  # their own code cannot compute the part of a rank

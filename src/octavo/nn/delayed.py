@@ -168,6 +168,7 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Restore the histories from a `scale_state`. It does not hold whether they were frozen.
 
     Raises:
+        TypeError: `state` is no dictionary.
         ValueError: a history is missing, left over, or of another shape; nothing is changed then.
 
     Example:
@@ -176,6 +177,8 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> model.load_state_dict(saved["model"])
         >>> octavo.scales.load_scale_state(model, saved["scales"])
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_scale_state takes a dictionary, got {type(state).__name__}: give that of scale_state")
     check_match(state, scale_state(model), "the scale histories are of another recipe or model")
     for name, history in histories(model):
         for part, buffer in history.named_buffers():

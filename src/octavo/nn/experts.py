@@ -44,7 +44,7 @@ class Experts(nn.Module):
     """
 
     recipe: Recipe | None = None  # set by `octavo.convert`
-    name: str = ""
+    _layer_name: str = ""
     observers: dict[str, ExpertObserver] | None = None  # of its stacks, set by `octavo.watch`
     recompute: bool = False  # the inputs of SwiGLU, in the backward pass; set by `octavo.convert`
     # Computes the layer where each rank has some of the experts (`octavo.distributed.expert_parallel`).
@@ -252,7 +252,7 @@ class GroupedLinear(nn.Module):
     """
 
     recipe: Recipe | None = None  # set by `octavo.convert`
-    name: str = ""
+    _layer_name: str = ""
     observers: dict[str, ExpertObserver] | None = None  # of its weight, set by `octavo.watch`
 
     def __init__(self, groups: int, in_features: int, out_features: int) -> None:

@@ -30,7 +30,7 @@ from octavo.ops import quantize, quantize_stack
 from octavo.ops.dispatch import choose_recipe
 from octavo.recipe import Recipe, RecipeName
 
-PREPARED = ("recipe", "name", "weight_cache", "histories")  # the attributes that `RecipeLayer.prepare` sets
+PREPARED = ("recipe", "_layer_name", "weight_cache", "histories")  # the attributes that `RecipeLayer.prepare` sets
 ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
 
 
@@ -103,7 +103,7 @@ class RecipeLayer(nn.Module):
     """Base of the converted layers: computes y = x @ w^T + bias by a recipe."""
 
     recipe: Recipe
-    name: str
+    _layer_name: str
     histories: ScaleHistories | None
     weight_cache: WeightCache
     input_is_saved: bool = False  # by the operation before, as attention saves its output: see `LinearCall`
@@ -112,7 +112,7 @@ class RecipeLayer(nn.Module):
 
     def prepare(self, recipe: Recipe, name: str, device: torch.device) -> None:
         """Set the attributes of a converted layer; each cast with a history gets a `ScaleHistory`, a child module."""
-        self.recipe, self.name, self.weight_cache = recipe, name, WeightCache()
+        self.recipe, self._layer_name, self.weight_cache = recipe, name, WeightCache()
         histories = {
             operand: ScaleHistory(cast, cast.history, device)
             for operand, cast in (("x", recipe.x), ("w", recipe.w), ("dy", recipe.dy))

@@ -112,7 +112,7 @@ def check_width(layer: Any, x: Tensor, weight: Sequence[int]) -> None:
     width = weight[-1]
     if x.ndim == 0 or x.shape[-1] != width:
         kind = f"a {type(layer).__name__} with a weight {list(weight)}"
-        name = f"{_named(layer)}, {kind}," if layer.name else kind
+        name = f"{_named(layer)}, {kind}," if layer._layer_name else kind
         raise ValueError(
             f"{name} takes an input [..., {width}], got {list(x.shape)}: give it an input whose last dimension is "
             f"{width}"
@@ -120,7 +120,7 @@ def check_width(layer: Any, x: Tensor, weight: Sequence[int]) -> None:
 
 
 def _named(layer: Any) -> str:
-    return f"the layer {layer.name!r}" if layer.name else f"a {type(layer).__name__}"
+    return f"the layer {layer._layer_name!r}" if layer._layer_name else f"a {type(layer).__name__}"
 
 
 Way = Callable[[Tensor], Tensor]

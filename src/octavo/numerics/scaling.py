@@ -128,8 +128,8 @@ class History:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"unknown history rule {self.rule!r}: choose one of {', '.join(RULES)}")
-        if self.length < 1 or self.interval < 1:
-            raise ValueError(f"length and interval must be at least 1, got {self.length} and {self.interval}")
+        if self.length < 1 or self.interval < 1 or self.length % 1 or self.interval % 1:
+            raise ValueError(f"length and interval are integers, at least 1, got {self.length} and {self.interval}")
         if not 0 < self.percentile <= 100 or not 0 <= self.beta < 1:
             raise ValueError(f"need 0 < percentile <= 100 and 0 <= beta < 1, got {self.percentile} and {self.beta}")
         if not -64 <= self.margin <= 64:

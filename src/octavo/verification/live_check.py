@@ -115,7 +115,7 @@ def check(
     if batch is None:
         if not hasattr(getattr(model, "config", None), "get_text_config"):
             kind = type(model).__name__
-            raise ValueError(f"{kind} is no model of transformers, whose inputs are known: give a batch")
+            raise ValueError(f"{kind} is no model of transformers, whose inputs are known: give batch=")
         inputs = random_inputs(model, stated_positions(model))
         batch = arguments_of(model, inputs.to(next(model.parameters(), inputs).device))
     run = _Run(model)

@@ -81,7 +81,7 @@ class Watch:
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: the model has no linear layer, is watched already, or `interval` or `rows` is less than 1.
+        ValueError: the model has no linear layer, is watched already, or a number is outside of its range.
         FileExistsError: the folder has the records of another watch, and `resumed_at` is 0.
         ArtifactError: the records in the folder of a resumed run are damaged, or of other layers.
         WriteError: the folder cannot be written.
@@ -107,8 +107,9 @@ class Watch:
         resumed_at: int = 0,
     ) -> None:
         check_module(model, "watch")
-        if interval < 1 or rows < 1:
-            raise ValueError(f"interval and rows must be at least 1, got {interval} and {rows}")
+        if min(interval, rows, limit) < 1 or resumed_at < 0 or any(n % 1 for n in (interval, rows, resumed_at)):
+            given = f"{interval}, {rows}, {limit} and {resumed_at}"
+            raise ValueError(f"interval, rows and limit are at least 1, and resumed_at 0, all integers; got {given}")
         self._layers = layers = Layers(model, dtype)
         if not layers.matrices:
             raise ValueError("the model has no linear layer to watch")

@@ -23,13 +23,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
-from octavo.ops.kernels.device_math import (
-    SMALLEST_SCALE,
-    WIDEN_FP16,
-    ceil_power_of_two,
-    inverse,
-    wait_for_inputs,
-)
+from octavo.ops.kernels.device_math import SMALLEST_SCALE, WIDEN_FP16, ceil_power_of_two, inverse, wait_for_inputs
 from octavo.ops.kernels.rotary import rotate_append_kernel, tile_of
 from octavo.ops.launching import Cache, allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
