@@ -104,7 +104,7 @@ def draw(scores: Tensor, random: torch.Generator | None = None) -> Tensor:
 #
 # A tokenizer may decode a token differently after others: some drop the blank at the start of a text. Decoding the
 # whole text after each token would be safe, and slow. A `TextStream` decodes the new tokens behind those of the piece
-# before them.
+# before them. The more tokens it holds back, the fewer times it decodes them.
 
 
 class TextStream:
@@ -120,7 +120,9 @@ class TextStream:
     def add(self, token: int) -> str:
         """The text that the token completes; often a few characters, possibly none."""
         self.ids.append(token)
-        piece = self.end()
+        held = len(self.ids) - self.given
+        step = 1 << max(0, held.bit_length() - 5)  # of many bytes that make no character, at least a 32nd
+        piece = "" if held % step else self.end()
         if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         self.ids = self.ids[self.given :]
