@@ -156,8 +156,7 @@ def seed_scales(model: nn.Module, calibration: Any) -> None:
         raise ValueError(f"{type(model).__name__} has no scale histories: octavo.convert(model, 'delayed') first")
     known: Mapping[str, Sequence[float]] = getattr(calibration, "input_histories", {})  # of each batch, oldest first
     if missing := [name for name in layers if name not in known]:
-        kind = type(calibration).__name__
-        raise ValueError(f"the calibration, a {kind}, has no amax of the input of {missing[0]} ({len(missing)} such)")
+        raise ValueError(f"no amax of the input of {missing[0]} ({len(missing)} such) in {type(calibration).__name__}")
     for name, layer in layers.items():
         for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer.weight))])):
             if (history := layer.history_of(operand)) is not None:

@@ -278,26 +278,22 @@ def test_prompts_that_padding_would_change_are_not_padded():
     assert [plain._padded(pad_prompts([prompt(n)] * 2, CPU)) for n in (1, 1024, 1025)] == [64, 1024, 0]
 
 
-@pytest.mark.parametrize(("rope", "calls"), [("default", 1), ("dynamic", 4)])
-def test_the_angles_of_all_positions_are_computed_once(rope, calls, monkeypatch):
+@pytest.mark.parametrize(("rope", "hooked", "calls"), [("default", 0, 1), ("dynamic", 0, 4), ("default", 1, 4)])
+def test_the_angles_of_all_positions_are_computed_once(rope, hooked, calls, monkeypatch):
     model = model_of("llama", rope_parameters={"rope_type": rope, "factor": 2.0, "rope_theta": 1e4})
-    rotary, seen = model.model.rotary_emb, []
-    own = type(rotary).forward
-    monkeypatch.setattr(type(rotary), "forward", lambda *args, **names: seen.append(args) or own(*args, **names))
-    list(Engine(model, context=32).generate([[5, 6, 7]], 4, GREEDY))
-    assert (len(seen), "forward" in vars(rotary)) == (calls, False)
+    engine, rotary, seen = Engine(model, context=32), model.model.rotary_emb, []
+    engine._session(1, 8)
+    owner = rotary if hooked else type(rotary)  # a hook of accelerate is a `forward` of the module itself
+    own = owner.forward
+    monkeypatch.setattr(owner, "forward", lambda *args, **names: seen.append(args) or own(*args, **names))
+    list(engine.generate([[5, 6, 7]], 4, GREEDY))
+    assert (len(seen), "forward" in vars(rotary)) == (calls, hooked)
 
 
-def test_a_rotary_embedding_that_has_no_tables_computes_each_time(monkeypatch):
-    model, seen = model_of("llama"), []
-    engine, rotary = Engine(model, context=32), model.model.rotary_emb
-    expected, own = list(engine.generate([[5, 6, 7]], 4, GREEDY)), rotary.forward
-    rotary.forward = hook = lambda *args, **names: seen.append(args) or own(*args, **names)  # as accelerate sets one
-    assert list(engine.generate([[5, 6, 7]], 4, GREEDY)) == expected
-    assert (len(seen), rotary.forward) == (4, hook)
-    forward, ids = engine._new_session(1, 8).forward, torch.tensor([[3]])
-    monkeypatch.setattr(type(rotary), "forward", lambda self, x, ids, kind="": ids * (1j if kind == "" else 2))
-    assert [forward._rotate(ids, ids, **names).item() for names in ({"kind": "full"}, {})] == [6, 3j]
+def test_complex_angles_and_those_of_other_arguments_have_no_tables(monkeypatch):
+    forward, ids = Engine(model_of("llama"), context=32)._session(1, 8).forward, torch.tensor([[3]])
+    monkeypatch.setattr(type(forward.rotary), "forward", lambda self, x, ids, kind=1j: ids * kind)
+    assert [forward._rotate(ids, ids, **names).item() for names in ({"kind": 2}, {})] == [6, 3j]
 
 
 # ---- Generation on transformers' own cache, against transformers' own loop

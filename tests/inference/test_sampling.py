@@ -102,8 +102,8 @@ WORDS = ["octavo ", "folio, ", "Grüße\n", "日本語", "😀😀🙃", "é", "
 BYTES = ByteTokenizer()
 
 
-def text(seed: int, count: int = 60) -> str:
-    return "".join(random.Random(seed).choices(WORDS, k=count))
+def text(seed: int) -> str:
+    return "".join(random.Random(seed).choices(WORDS, k=300))
 
 
 def byte_fallback() -> Tokenizer:
@@ -127,38 +127,27 @@ TOKENIZERS = {
 EACH = pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
 
 
+def counted(tokenizer) -> tuple:
+    """The tokenizer, and the numbers of tokens that it decodes."""
+    sizes = []
+    return SimpleNamespace(decode=lambda ids: sizes.append(len(ids)) or tokenizer.decode(ids)), sizes
+
+
 @EACH
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("begin", [1, 5, 120])
-def test_the_pieces_are_the_text(make, seed, begin):
-    tokenizer = make()
-    ids = tokenizer.encode(text(seed))
+def test_the_pieces_are_the_text_and_few_tokens_are_decoded_at_a_time(make, seed, begin):
+    (counting, sizes), ids = counted(tokenizer := make()), tokenizer.encode(text(seed))
     prompt, new = ids[:begin], ids[begin:]
     while tokenizer.decode(prompt).endswith("�"):  # a prompt is text
         prompt, new = ids[: len(prompt) + 1], ids[len(prompt) + 1 :]
-    stream = TextStream(tokenizer, prompt)
-    pieces = [stream.add(token) for token in new]
-    assert tokenizer.decode(prompt) + "".join(pieces) + stream.end() == tokenizer.decode(ids)
-    assert max(len(piece) for piece in pieces) < 16  # it comes as it is generated
-
-
-@EACH
-def test_few_tokens_are_decoded_at_a_time(make):
-    tokenizer = make()
-    ids = tokenizer.encode(text(3, 300))
-    sizes = []
-
-    class Counting:
-        def decode(self, some):
-            sizes.append(len(some))
-            return tokenizer.decode(some)
-
-    stream = TextStream(Counting(), ids[:100])
+    stream = TextStream(counting, prompt)
     sizes.clear()
-    for token in ids[100:]:
-        stream.add(token)
+    pieces = [stream.add(token) for token in new]
     assert max(sizes) < 64
     assert sum(sizes) < 45 * len(ids)
+    assert tokenizer.decode(prompt) + "".join(pieces) + stream.end() == tokenizer.decode(ids)
+    assert max(len(piece) for piece in pieces) < 16  # it comes as it is generated
 
 
 def test_characters_come_whole_and_at_once():
@@ -168,8 +157,7 @@ def test_characters_come_whole_and_at_once():
 
 @pytest.mark.parametrize(("make", "zero"), [(ByteTokenizer, 0), (byte_fallback, 1)])
 def test_any_bytes_come_as_their_decoding(make, zero):
-    tokenizer, draw, sizes = make(), random.Random(0), []
-    counting = SimpleNamespace(decode=lambda ids: sizes.append(len(ids)) or tokenizer.decode(ids))
+    (counting, sizes), draw = counted(tokenizer := make()), random.Random(0)
     for pool, count in [(range(0x60, 256), 60)] * 50 + [(b"\xff", 2000), (b"\xe2\x82", 2000)]:
         ids = [zero + byte for byte in (255, *draw.choices(pool, k=count), *b"abc")]
         stream = TextStream(counting, prompt := tokenizer.encode("x"))

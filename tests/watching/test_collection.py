@@ -229,7 +229,7 @@ def test_a_watch_leaves_no_trace():
 
 @pytest.mark.parametrize(("model", "options", "message"), [
     (nn.ReLU(), {}, "no linear layer"),
-    *((nn.Linear(4, 4), {name: value}, f"at least 1, and resumed_at 0, all integers; got .*{value}")
+    *((nn.Linear(4, 4), {name: value}, f"resumed_at .from 0. are integers, got .*{value}")
       for name, value in (("interval", 0), ("interval", 2.5), ("rows", 0), ("limit", -5), ("resumed_at", -1))),
 ])  # fmt: skip
 def test_what_cannot_be_watched_is_refused(model, options, message):

@@ -121,8 +121,7 @@ class TextStream:
         """The text that the token completes; often a few characters, possibly none."""
         self.ids.append(token)
         held = len(self.ids) - self.given
-        step = 1 << max(0, held.bit_length() - 5)  # of many bytes that make no character, at least a 32nd
-        piece = "" if held % step else self.end()
+        piece = "" if held % (1 << max(0, held.bit_length() - 5)) else self.end()  # after a 32nd more, or a 16th
         if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         self.ids = self.ids[self.given :]

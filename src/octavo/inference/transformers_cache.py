@@ -14,11 +14,9 @@ none. Importing this module imports transformers; `import octavo` does not impor
 """
 
 import inspect
-from functools import partial
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -303,9 +301,8 @@ class TransformersForward:
         self.keeps = model._supports_logits_to_keep()  # as indices too, whose rows are contiguous
         last = self.config.num_hidden_layers - 1
         self.ends_early = any(isinstance(m, ServedAttention) and m.layer_idx == last for m in model.modules())
-        # These kinds of rotary embedding change with the length of the text.
-        kind = str(getattr(self.config, "rope_parameters", None))
-        self.row_by_row = "dynamic" not in kind and "longrope" not in kind
+        rope = str(getattr(self.config, "rope_parameters", None))
+        self.row_by_row = "dynamic" not in rope and "longrope" not in rope  # which change with the length of a text
         self.rotary: Any = getattr(model.base_model, "rotary_emb", None) if self.row_by_row else None
         self.tables: tuple[Tensor, ...] = ()  # of the angles of all positions
 
@@ -336,18 +333,17 @@ class TransformersForward:
 
     def _rotate(self, x: Tensor, position_ids: Tensor, *args: Any, **keywords: Any) -> Any:
         """The model's cos and sin of positions [B, T], by two lookups in place of ten operations."""
-        own = partial(type(self.rotary).forward, self.rotary, x)
+        own: Any = type(self.rotary).forward
         if args or keywords or position_ids.ndim != 2 or torch.compiler.is_compiling():
-            return own(position_ids, *args, **keywords)
+            return own(self.rotary, x, position_ids, *args, **keywords)
         if not self.tables or self.tables[0].dtype != x.dtype:
-            every = torch.arange(self.cache.max_tokens, device=x.device)[None]
             with torch.inference_mode(False), torch.no_grad():  # a later generation may run outside of inference mode
-                tables = own(every)
-            if {table.shape[:2] for table in tables} != {every.shape}:  # complex numbers, of DeepSeek-V2
-                self.rotary = None
-                return own(position_ids)
+                tables = own(self.rotary, x, torch.arange(self.cache.max_tokens, device=x.device)[None])
+            if {table.shape[:2] for table in tables} != {(1, self.cache.max_tokens)}:  # complex ones, of DeepSeek-V2
+                rotary, self.rotary = self.rotary, None
+                return own(rotary, x, position_ids)
             self.tables = tuple(table[0] for table in tables)
-        return tuple(F.embedding(position_ids, table) for table in self.tables)
+        return tuple(torch.embedding(table, position_ids) for table in self.tables)
 
 
 # ---- The cache that a model of transformers makes for itself, for models and lengths that ours does not serve.

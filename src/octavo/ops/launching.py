@@ -264,8 +264,7 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def starts_early() -> bool:
-    """True if each GPU here is a Hopper or newer: a kernel may start while the one before it ends (programmatic
-    dependent launch)."""
+    """True if each GPU here has programmatic dependent launch, from Hopper on: see `wait_for_inputs` of the kernels."""
     found = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     return torch.version.hip is None and min(found, default=(0, 0)) >= (9, 0)
 

@@ -108,8 +108,8 @@ class Watch:
     ) -> None:
         check_module(model, "watch")
         if min(interval, rows, limit) < 1 or resumed_at < 0 or any(n % 1 for n in (interval, rows, resumed_at)):
-            given = f"{interval}, {rows}, {limit} and {resumed_at}"
-            raise ValueError(f"interval, rows and limit are at least 1, and resumed_at 0, all integers; got {given}")
+            given = interval, rows, limit, resumed_at
+            raise ValueError(f"interval, rows, limit (from 1) and resumed_at (from 0) are integers, got {given}")
         self._layers = layers = Layers(model, dtype)
         if not layers.matrices:
             raise ValueError("the model has no linear layer to watch")

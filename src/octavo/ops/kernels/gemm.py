@@ -188,8 +188,7 @@ def _tile_kernel(
     offs_n = tl.minimum(tl.program_id(1 - AXIS_M) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_m = tl.program_id(AXIS_M) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
-    # Rows beyond M are computed, and not stored. They are the first ones again: were all of them one row, the programs
-    # would wait for each other.
+    # Rows beyond M are the first ones again, and not stored. Programs that read one row would wait for each other.
     a_rows = a_ptr + (offs_m % M).to(tl.int64) * K
     if scale_b_ptr is not None:
         scale_b_ptr += offs_n // SCALE_ROWS * STRIDE_SCALE_B
