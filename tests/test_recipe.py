@@ -393,7 +393,7 @@ def test_a_changed_preset_needs_a_name_of_its_own(tmp_path):
         (with_x(history={"margin": float("nan")}), ["y.x.history.margin must be a finite number; got nan"]),
         (with_x(history={"margin": 5000}), ["y.x.history: margin", "-64 to 64, got 5000.0"]),
         (with_x(history={"length": True}), ["y.x.history.length must be an integer; got True (bool)"]),
-        (with_x(history={"length": 0}), ["y.x.history: length and interval must be at least 1, got 0"]),
+        (with_x(history={"length": 0}), ["y.x.history: length and interval are integers, at least 1, got 0"]),
         (with_x(scale="e8m0"), ["recipe mine: no GEMM takes row scales in e8m0"]),
     ],
     ids=str,

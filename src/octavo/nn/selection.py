@@ -174,7 +174,7 @@ def promote(layer: Any, to: str) -> None:
         return
     if (recipe := e5m2_gradients(layer)) is None:
         raise ValueError(
-            f"the gradients of {layer.name} cannot move to e5m2: {layer.recipe.name} has no dy in e4m3, or "
+            f"the gradients of {layer._layer_name} cannot move to e5m2: {layer.recipe.name} has no dy in e4m3, or "
             f"{next(layer.parameters()).device} has no GEMM for e5m2. Move the layer to bf16"
         )
     layer.recipe, history = recipe, layer.history_of("dy")
