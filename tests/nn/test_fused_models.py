@@ -74,6 +74,7 @@ def check(found, expected):
 )
 def test_the_head_is_found_with_what_is_done_to_its_outputs(name, device):
     model = make(name).to(device)
+    model.config.use_cache = False  # as `octavo train` sets it: transformers then looks for packed texts
     modes = [module.training for module in (model, next(model.children()).eval())]
     assert find_head(model) == MODELS[name][2]
     assert [model.training, next(model.children()).training] == modes == [True, False]

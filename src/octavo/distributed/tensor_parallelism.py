@@ -87,9 +87,8 @@ def _plan(architecture: Architecture, block: Block, ranks: Ranks, *, cut_embeddi
         architecture.head: ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
         architecture.norm: NormParallel(part),
     }
-    embedded: Placement = Shard(1) if cut_embedding else Replicate()
-    for name in architecture.embeddings:
-        plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=embedded)
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1) if cut_embedding else Replicate())
+    plan |= dict.fromkeys(architecture.embeddings, embedding)
     layer = f"{architecture.layers}.*"
     plan |= {f"{layer}.{name}": NormParallel() for name in block.norms}
     plan |= {f"{layer}.{name}": NormParallel(Shard(2)) for name in block.head_norms}

@@ -299,6 +299,8 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return lambda module, args, output: self.made.update({id(output): (output, Head(name))})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True  # transformers asks if no texts are packed
         output = func(*args, **(kwargs or {}))
         if args and id(args[0]) in self.made and isinstance(output, Tensor) and output.shape == args[0].shape:
             step = func.overloadpacket.__name__.removesuffix("_")
@@ -358,13 +360,12 @@ class Task:
     tied: Tensor | None = None  # the weight that a `LossEmbedding` passes to the head
 
     def run(self, x: Tensor, weight: Tensor, head: Head, chunk: int, recipe: HeadRecipe) -> Tensor:
-        """Compute the loss; returns what takes the place of the logits."""
+        """Compute the loss; returns what takes the place of the logits: a DTensor if x is one, as its styles expect."""
         self.loss = linear_cross_entropy(
             x, weight, self.labels, chunk=chunk, num_items=self.num_items, ignore_index=self.ignore_index,
             scale=head.scale, cap=head.cap, recipe=recipe,
         )  # fmt: skip
         y: Any = self.loss.detach().view((1,) * x.ndim)  # code of a model reads the shape, or takes a slice
-        # A style of tensor parallelism, which gave a DTensor, reads the placements of the output.
         return type(x).from_local(y, x.device_mesh, x.placements) if hasattr(x, "device_mesh") else y
 
     def result(self, logits: object, *args: Any, **kwargs: Any) -> Tensor | None:
