@@ -359,7 +359,7 @@ class Task:
     logits: object = None  # what the model takes for its logits
     tied: Tensor | None = None  # the weight that a `LossEmbedding` passes to the head
 
-    def run(self, x: Tensor, weight: Tensor, head: Head, chunk: int, recipe: HeadRecipe) -> Tensor:
+    def run(self, x: Any, weight: Tensor, head: Head, chunk: int, recipe: HeadRecipe) -> Any:
         """Compute the loss; returns what takes the place of the logits: a DTensor if x is one, as its styles expect."""
         self.loss = linear_cross_entropy(
             x, weight, self.labels, chunk=chunk, num_items=self.num_items, ignore_index=self.ignore_index,
