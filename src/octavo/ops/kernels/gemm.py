@@ -132,10 +132,11 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`."""
     if m == 1:
         return Tiling(block_n=4, block_k=largest_block_k(k, 512), stages=4, warps=2)
-    wide = 32 < m <= 64 and n > 8192
-    block_n, block_k = 128 if wide else 64, largest_block_k(k, 128 if wide or m > 64 else 256)
+    if 32 < m <= 64 and n > 8192:
+        return Tiling(block_n=128, block_k=largest_block_k(k, 128), stages=4, warps=8)
+    block_n, block_k = 64, largest_block_k(k, 256 if m <= 64 else 128)
     split_k = choose_split(cdiv(n, block_n), cdiv(k, block_k), multiprocessors(device))
-    return Tiling(block_n, block_k, stages=4, warps=8 if wide else 4, split_k=split_k)
+    return Tiling(block_n, block_k, stages=4, warps=4, split_k=split_k)
 
 
 def largest_block_k(k: int, most: int) -> int:
