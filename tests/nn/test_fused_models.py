@@ -70,7 +70,8 @@ def check(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [*((name, "cpu") for name in MODELS), *((name, "meta") for name in ("llama", "gemma2"))]
+    ("name", "device"),
+    [*((name, "cpu") for name in MODELS), *((name, "meta") for name in ("llama", "gemma2", "mixtral"))],
 )
 def test_the_head_is_found_with_what_is_done_to_its_outputs(name, device):
     model = make(name).to(device)

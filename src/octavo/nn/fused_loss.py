@@ -301,6 +301,8 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True  # transformers asks if no texts are packed
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:  # of experts; PyTorch's takes BF16 alone
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         output = func(*args, **(kwargs or {}))
         if args and id(args[0]) in self.made and isinstance(output, Tensor) and output.shape == args[0].shape:
             step = func.overloadpacket.__name__.removesuffix("_")
