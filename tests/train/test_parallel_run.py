@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -24,6 +25,7 @@ from rich.console import Console
 from saved_checkpoints import whole
 from tiny_models import make_model
 from tiny_runs import TINY, after_steps, tiny
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +33,7 @@ from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.folder import RunFolder
 from octavo.train import processes
 from octavo.train.config import Config, ConfigError, Parallel
+from octavo.train.model import parallelize
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import Degrees, agree_on_name, check_parallel, find_degrees, gather, mean_of_ranks
 from octavo.train.saving import SafetensorsWriter
@@ -153,6 +156,13 @@ def test_two_ranks_fine_tune_a_hugging_face_model_as_one(tmp_path, text):
     settings = {"model": str(tmp_path / "model"), "tokenizer": "bytes"}
     one = train(0, tmp_path / "one", str(text), settings | {"accumulate": 2})
     same(run_ranks(2, train, tmp_path / "two", str(text), settings | TWO)[0], one)
+
+
+def test_a_model_that_cannot_be_cut():
+    mesh: Any = mock.create_autospec(DeviceMesh, instance=True, ndim=1)
+    mesh.size.return_value = 2
+    with pytest.raises(ConfigError, match="set parallel.tp back to 1.*knows the modules of Llama.*got Identity"):
+        parallelize(torch.nn.Identity(), Config(), {"tp": mesh}, fp8=False)
 
 
 def test_minus_one_is_what_is_left():

@@ -465,7 +465,10 @@ def make_trained_model(
 def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool) -> GatherReport | None:
     """Divide a model, which may be on the meta device, among the processes of `mesh`. `fp8`: it has FP8 layers."""
     if mesh["tp"].size() > 1:
-        tensor_parallel(model, mesh["tp"], asynchronous=config.parallel.async_tp)
+        try:
+            tensor_parallel(model, mesh["tp"], asynchronous=config.parallel.async_tp)
+        except ValueError as error:
+            raise ConfigError(f"set parallel.tp back to 1, or to another degree that can run: {error}") from error
     prepare_blocks(model, config)
     data = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
