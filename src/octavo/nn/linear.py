@@ -265,7 +265,7 @@ def convert_layer(module: Any, ours: type[RecipeLayer], recipe: Recipe, name: st
         module.__class__ = ours
     else:
         mix_into(module, ours)
-    module.theirs = {key: vars(module)[key] for key in PREPARED if key in vars(module)}  # attributes of its user
+    module._theirs = {key: vars(module)[key] for key in PREPARED if key in vars(module)}  # attributes of its user
     module.prepare(recipe, name, next(module.parameters()).device)
 
 
@@ -279,7 +279,7 @@ def restore_layer(module: Any) -> bool:
     for name in PREPARED:
         delattr(module, name)
     vars(module).pop("input_is_saved", None)
-    vars(module).update(vars(module).pop("theirs", {}))
+    vars(module).update(vars(module).pop("_theirs", {}))
     module.__class__ = theirs[0]
     return True
 
