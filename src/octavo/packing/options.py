@@ -256,7 +256,7 @@ def _select(source: Source, options: PackOptions) -> dict[str, str]:
     names = [layer.name for layer in linears]
     left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE)
     tied = tied_names(source.meta_model.model)
-    left |= {name: SHARED for name in names if len(tied[f"{name}.weight"]) > 1}
+    left |= {name: SHARED for name in names if len(tied.get(f"{name}.weight", ())) > 1}
     for group in groups(names):  # layers that training moved to BF16 are packed if they are named in --layer
         promoted = [name for name in group if name in source.promoted and name not in options.layers]
         for name in group if promoted else ():
