@@ -265,14 +265,18 @@ def is_hopper(device: torch.device) -> bool:
 @cache
 def starts_early() -> bool:
     """True if each GPU here has programmatic dependent launch, from Hopper on: see `wait_for_inputs` of the kernels."""
-    found = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-    return torch.version.hip is None and min(found, default=(0, 0)) >= (9, 0)
+    return torch.version.hip is None and min(_capabilities(), default=(0, 0)) >= (9, 0)
 
 
 @cache
 def some_gpu_rounds_twice() -> bool:
     """True if a GPU here is an Ada (8.9), for which Triton 3.6 converts float32 to FP8 through float16."""
-    return any(torch.cuda.get_device_capability(i) == (8, 9) for i in range(torch.cuda.device_count()))
+    return (8, 9) in _capabilities()
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    """The compute capability of each GPU here."""
+    return [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
 
 
 def multiprocessors(device: torch.device) -> int:
