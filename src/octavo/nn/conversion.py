@@ -139,7 +139,8 @@ def convert(
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
     if attention not in ("bf16", "fp8"):
         raise ValueError(f"attention must be 'bf16' or 'fp8', got {attention!r}")
-    before: list[Any] = [(m, type(m), vars(m) | {"_modules": dict(m._modules)}) for m in model.modules()]
+    changing = model.modules() if recompute else ()  # which alone is refused after the first change
+    before: list[Any] = [(m, type(m), vars(m) | {"_modules": dict(m._modules)}) for m in changing]
     for module in list(model.modules()):
         if isinstance(module, LossModel | LossHead | LossEmbedding):
             unmix(module)
@@ -199,11 +200,12 @@ def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
     """Let the MLPs and experts of a converted model that run fused save the outputs of gate and up, or compute them
     again in the backward pass. False if none runs fused."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "runs_fused")]
+    fused = [module for module in modules if module.runs_fused()]
     for module in modules:
         vars(module).pop("recompute", None)
-        if recompute and module.runs_fused():
-            module.recompute = True
-    return any(module.runs_fused() for module in modules)
+    for module in fused if recompute else ():
+        module.recompute = True
+    return bool(fused)
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
