@@ -521,8 +521,8 @@ def header_text(
 
 
 def start_or_resume(config: Config, console: Console, *, asked: bool = True) -> Trainer:
-    """The run in `config.out` at its newest checkpoint; a new run if the folder has none, or if nobody has `asked` for
-    that one and torchrun has not started the job again after a failure. Every rank must call this."""
+    """The run in `config.out` at its newest checkpoint, if there is one and the user has `asked` for it, or torchrun
+    has started the job again after a failure. Otherwise a new run. Every rank must call this."""
     restarted = any(processes.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
     resumes = (asked or restarted) and processes.on_first(lambda: _has_checkpoint(config))  # before others write
     return resume_run(Path(config.out), (), console) if resumes else start_run(config, console)
