@@ -112,6 +112,16 @@ def test_a_changed_model_is_captured_again():
     assert step_graph(fast.octavo_engine) is None
 
 
+def test_no_graph_needs_memory_that_pytorch_frees():
+    """PyTorch frees the workspaces of cuBLAS that it keeps when another graph ends, or when Inductor records one."""
+    _, fast = pair_on_gpu("llama")
+    answers(fast, moved(batch()), do_sample=False)
+    held = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert step_graph(fast.octavo_engine) is not None
+    assert torch.cuda.memory_allocated() == held
+
+
 def test_a_model_that_waits_for_the_device_runs_eagerly():
     model, fast = pair_on_gpu("llama")
     norm = fast.model.norm

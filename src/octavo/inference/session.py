@@ -2,8 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -153,7 +153,21 @@ def read_prompts(ids: Tensor, mask: Tensor | None, device: torch.device) -> Prom
 PIECE = 8192  # tokens of all rows that a prompt's forward pass takes at a time: they set the peak of memory
 SHORT = 2048  # tokens of all rows, padding included, of a prompt that is captured
 FEWEST = 64  # tokens that a prompt is padded to
-capture_stream = cache(torch.cuda.Stream)  # of a device, for all graphs: cuBLAS keeps a workspace for each stream
+capture_stream = cache(torch.cuda.Stream)  # of a device, for all graphs
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Let cuBLAS take the workspaces of a graph from the graph's own memory.
+
+    PyTorch keeps a workspace for each stream. It frees it where a graph of that stream ends, and where Inductor records
+    one, although other graphs still write to it (pytorch/pytorch#193402).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class Pass:
@@ -275,7 +289,7 @@ class Session:
         random = torch.cuda.default_generators[current.device_index]
         state = random.clone_state()
         try:
-            with torch.cuda.stream(stream), uncached_autocast(self.device):
+            with torch.cuda.stream(stream), uncached_autocast(self.device), own_workspaces():
                 graph.capture_begin(self.pool, capture_error_mode="thread_local")
                 try:
                     logits = self.forward(found.tokens, found.kept)[:, -1]
