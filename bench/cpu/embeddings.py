@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import octavo
-from bench.gpu.harness import Options, Results, benchmark, show, sized
+from bench.gpu.harness import Options, Results, benchmark, sized
 from octavo.calibration import calibrate
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation import PromptOptions
@@ -54,7 +54,6 @@ def measure(folder: Path, texts: list[str], schemes: list[str], out: Path) -> di
     for scheme in schemes:
         size = packed_by(scheme, folder, out / scheme, calibrated)
         rows[scheme] = compare(embed(octavo.load(out / scheme), batches), exact) | {"bytes_to_bf16": size}
-        show(scheme, rows[scheme])
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     return {"model": "all-MiniLM-L6-v2", "sentences": len(texts), "tokens": tokens, "schemes": rows}
 

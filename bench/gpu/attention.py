@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu import llama
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, decibels, interleaved, medians, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, decibels, interleaved, medians, sized
 from bench.gpu.serve import prefill_fp8_attention
 from octavo.inference.kv_cache import fp8_prompt_attention
 from octavo.nn.attention_layers import GradientScales, attend_fp8, quantize_heads
@@ -118,8 +118,5 @@ def main(_: Options) -> Results:
     result: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "cells": [], "cells_of_64": []}
     for tokens, (name, dim) in product(TOKENS, (("cells", DIM), ("cells_of_64", 64))):
         result[name].append(measure(tokens, dim))
-        show(result[name][-1])
         yield "gpu_attention", result
-    result["prefill"] = prefill_fp8_attention(llama.CONFIG)
-    show(result["prefill"])
-    yield "gpu_attention", result
+    yield "gpu_attention", result | {"prefill": prefill_fp8_attention(llama.CONFIG)}

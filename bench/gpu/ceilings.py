@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, decibels, interleaved, medians, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, decibels, interleaved, medians, sized
 from bench.gpu.llama import CONFIG, GEMMS, MLP_WIDTH, TOKENS
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.ops import quantize, scaled_mm
@@ -25,7 +25,6 @@ def gemms() -> list[dict[str, Any]]:
             ms = medians(interleaved(ways(a, b, inner), rounds=5, repeat=4))
             rate = {way: 2 * a * b * inner / took / 1e9 for way, took in ms.items()}
             rows.append({"layer": name, "gemm": which, "shape": [a, b, inner], "tflops": rate})
-            show(rows[-1])
     return rows
 
 
@@ -53,9 +52,7 @@ def attention() -> float:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         torch.autograd.grad(y, inputs, dy)
 
-    ms = medians(interleaved({"attention": step}, rounds=8, repeat=3))
-    show(ms)
-    return ms["attention"]
+    return medians(interleaved({"attention": step}, rounds=8, repeat=3))["attention"]
 
 
 DATA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -79,7 +76,6 @@ def accumulation() -> list[dict[str, Any]]:
                 y = scaled_mm(a, b, out_dtype=torch.float32, fast_accumulation=fast)
                 row[name] = {"gemm": decibels(same, y), "whole": decibels(exact, y)}
             rows.append(row)
-            show(row)
     return rows
 
 
@@ -92,5 +88,5 @@ def main(_: Options) -> Results:
     x = torch.randn(TOKENS * 2 * MLP_WIDTH, device=DEVICE, dtype=torch.bfloat16)
     y = torch.empty_like(x)
     ms = medians(interleaved({"copy": lambda: y.copy_(x)}, rounds=8, repeat=4))["copy"]
-    show("copy", rate := 4 * x.numel() / ms / 1e9, "TB/s")  # read and written
-    yield "gpu_ceilings", {"copy": rate, "gemm": gemms(), "attention_ms": attention(), "accumulation": accumulation()}
+    copy = 4 * x.numel() / ms / 1e9  # TB/s, read and written
+    yield "gpu_ceilings", {"copy": copy, "gemm": gemms(), "attention_ms": attention(), "accumulation": accumulation()}

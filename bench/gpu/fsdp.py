@@ -61,7 +61,7 @@ class Mode:
 
 
 def _fp8_gather(model: nn.Module) -> None:
-    harness.show(fp8_all_gather(model))
+    fp8_all_gather(model)
     send_bf16_gradients(model)
 
 
@@ -200,7 +200,6 @@ def link(channels: int, runners: dict[str, Runner], network: ranks.Network, roun
     steps = {name: runner.step for name, runner in runners.items()}
     found = harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1)
     times = {name: ranks.slowest(each) for name, each in found.items()}
-    harness.show(f"{channels} channels, {rate / 1e9:.2f} GB/s:", harness.medians(times))
     return {"channels": channels, "bytes_per_second": rate, "rounds": times}
 
 

@@ -44,7 +44,7 @@ from transformers import LlamaConfig as HFConfig
 
 from bench.gpu import harness, llama
 from bench.gpu import serve_models as models
-from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_new_process, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_new_process, sized
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo import load
@@ -173,7 +173,6 @@ def with_speeds(rows: list[Result]) -> list[Result]:
         own, made = row["first_token_seconds"], row["tokens_per_second"]
         row["first_token_speedup"] = first / own if first and own else None
         row["tokens_per_second_speedup"] = made / rate if rate and made else None
-        show(row)
     return rows
 
 
@@ -245,7 +244,6 @@ class Bench:
             self._in_memory = wide, models.build_fp8(wide, DEVICE)
         found = decode_graphs(*self._in_memory, batch, PROMPT + TOKENS // 2)
         rates = {mode: 1e3 * batch / ms["median"] for mode, ms in found["ms"].items()}
-        show(rates)
         return found | {"tokens_per_second": rates}
 
 
@@ -294,7 +292,6 @@ def starts(shape: LlamaConfig, folder: Path, rounds: int) -> Result:
         each = [{way: seconds_of(folder, compiled, way) for way in STARTS} for _ in range(sized(rounds, 1))]
     medians = {way: {key: statistics.median(r[way][key] for r in each) for key in FIGURES} for way in STARTS}
     times = {way: sum(found.values()) / sum(medians[EAGER].values()) for way, found in medians.items()}
-    show(medians, times)
     return {"prompt": START_PROMPT, "rounds": each, "seconds": medians, "times_bf16": times}
 
 

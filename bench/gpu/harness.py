@@ -99,20 +99,22 @@ def benchmark(**options: Any) -> Callable[[Main], Callable[..., None]]:
 
 
 def write(results: Results) -> None:
-    """Write each result; of several ranks the first one writes."""
+    """Write each result, and print the entries and the rows that are new in it; of several ranks the first one does."""
+    printed = set[str]()
     for name, result in results:
-        if not other_rank():
-            print(write_result(name, result), flush=True)
+        if distributed.is_initialized() and distributed.get_rank() > 0:
+            continue
+        for key, value in result.items():
+            for row in value if isinstance(value, list) else [value]:
+                if (line := f"{key}: {rounded(row)}") not in printed:
+                    print(line, flush=True)
+                    printed.add(line)
+        print(write_result(name, result), flush=True)
 
 
 def show(*words: Any) -> None:
-    """Print words, and results with four digits of their numbers; of several ranks the first one prints."""
-    if not other_rank():
-        print(*map(rounded, words), flush=True)
-
-
-def other_rank() -> bool:
-    return distributed.is_initialized() and distributed.get_rank() > 0
+    """Print words, and results with four digits of their numbers."""
+    print(*map(rounded, words), flush=True)
 
 
 def rounded(value: Any) -> Any:
@@ -454,6 +456,11 @@ class Passes:
         self.x, *self.others = inputs
         self.x.requires_grad_()
         self.after: Callable[[nn.Module], Any] = lambda model: None  # called with the model after each step
+
+    def compile(self) -> None:
+        """Compile the model as a whole, by code of its own."""
+        self.model.__class__ = own_code(type(self.model))
+        self.call = torch.compile(self.model)
 
     def run(self) -> list[Tensor]:
         """The output, and the gradients of the first input and of `weights`."""

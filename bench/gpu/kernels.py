@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, replayed, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, replayed, sized
 from octavo.numerics import TENSOR, Cast
 from octavo.ops import activation, norm, quantization, quantize, rotation, transposition
 from octavo.ops.registration import Operation
@@ -136,5 +136,4 @@ def main(_: Options) -> Results:
             ms, copy = replayed(kernel.run), copy_ms(moved)
             times = {"us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
             rows.append({"kernel": kernel.name, "shape": [T, k], "bytes": moved, **times})
-            show(rows[-1])
-    yield "gpu_kernels", {"kernels": rows}
+            yield "gpu_kernels", {"kernels": rows}

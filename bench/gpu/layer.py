@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 import octavo
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, interleaved, made, own_code, show, sized
-from bench.gpu.modes import speedup
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, interleaved, made, sized
 from bench.gpu.variants import use_torchao
 from octavo.nn import NormLinear
 
@@ -80,21 +79,15 @@ def converts(m: int, k: int, n: int) -> bool:
     return isinstance(layer.linear, octavo.nn.Linear)
 
 
-def step(convert: Callable[[nn.Module], Any], x: Tensor, dy: Tensor) -> Callable[[], None]:
+def step(convert: Callable[[nn.Module], Any], x: Tensor, dy: Tensor) -> harness.Step:
     """Forward and backward of a compiled layer."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        layer: nn.Module = Layer(x.shape[1], dy.shape[1]).to(torch.bfloat16)
+        layer = Layer(x.shape[1], dy.shape[1]).to(torch.bfloat16)
     convert(layer)
-    layer.__class__ = own_code(Layer)
-    compiled = torch.compile(layer)
-
-    def run() -> None:
-        compiled(x).backward(dy)
-        layer.zero_grad()
-        x.grad = None
-
-    return run
+    passes = harness.Passes(layer, (x,), dy)
+    passes.compile()
+    return passes.step
 
 
 @benchmark()
@@ -107,5 +100,4 @@ def main(_: Options) -> Results:
         allocated()  # frees the layers of the cell before
         if (rounds := made(f"{m} {k} {n}", partial(measure, m, k, n))) is not None:
             rows.append({"m": m, "k": k, "n": n, "rounds": rounds})
-            show(m, k, n, {mode: speedup(rows[-1], mode, "bf16") for mode in rounds})
             yield "gpu_layer", {"cells": rows, "of": len(SIZES) ** 3}

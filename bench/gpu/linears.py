@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.kernels import bf16
 from bench.gpu.llama import CONFIG, GEMMS, TOKENS
 from bench.gpu.serve import weight_only_step
@@ -53,9 +53,7 @@ def measure_all(result: str, key: str, measure: Callable[..., list[Row]], ms: Se
     for layer, (n, k) in list(GEMMS.items())[sized(0, -1) :]:
         for m in ms[: sized(len(ms), 2)]:
             torch.manual_seed(m + n + k)
-            for row in measure(m, n, k):
-                rows.append({"layer": layer, "m": m, "n": n, "k": k, **row})
-                show(rows[-1])
+            rows += [{"layer": layer, "m": m, "n": n, "k": k, **row} for row in measure(m, n, k)]
             torch.cuda.empty_cache()
             yield result, {**more, key: rows}
 

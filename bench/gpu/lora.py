@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import octavo
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.llama import LLAMA, SMALL
 from bench.gpu.modes import speedup
 from bench.gpu.serve_models import build_bf16, build_fp8, compile_layers
@@ -141,12 +141,10 @@ def measure(runners: dict[str, Any], step: Callable[[Any], object]) -> dict[str,
 @benchmark()
 def main(_: Options) -> Results:
     result: dict[str, Any] = {"decibels": check()}
-    show(result)
     with ExitStack() as scope:
         runners, peaks = harness.built({mode: partial(Runner, mode, scope) for mode in MODES})
         result |= {"rank": RANK, "layers": SHAPE.layers, "batch": BATCH, "tokens": TOKENS}
         result["peak_gib"] = {mode: peak / 2**30 for mode, peak in peaks.items()}
         result["loss"] = {mode: float(runner.step()) for mode, runner in runners.items()}
         result |= {"step": measure(runners, Runner.step), "body": measure(runners, Runner.body)}
-    show(result)
     yield "gpu_lora", result

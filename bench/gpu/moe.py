@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.modes import speedup
 from octavo.checkpoint.scheme import get_scheme
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear
@@ -120,9 +120,8 @@ class Runner(harness.Passes):
             layer = Layer(shape, experts).to(torch.bfloat16)
             x, dy = (torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16) for _ in range(2))
         layer.experts.recipe = recipe
-        layer.__class__ = harness.own_code(Layer)  # type: ignore[assignment]
         super().__init__(layer, (x,), dy, [getattr(layer.experts, name) for name in Experts.matrices])
-        self.call = torch.compile(layer)
+        self.compile()
 
 
 def accuracy_of_one_layer(shape: Shape) -> dict[str, float]:
@@ -190,9 +189,7 @@ def measure(shape: Shape) -> dict[str, Any]:
     # In a row, as layers of a model: the host has the launches of a step ready when the step before ends.
     times = harness.interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=5, repeat=24)
     result |= {"rounds": times, "ms": harness.medians(times)}
-    result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in times}
-    show(result)
-    return result
+    return result | {"speedup": {mode: speedup(result, mode, "bf16") for mode in times}}
 
 
 # --- Packed experts --------------------------------------------------------------------------------------------
@@ -232,9 +229,7 @@ def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens:
     if kind == "decode":
         steps = {name: harness.captured(step) for name, step in steps.items()}
     found = harness.turns("bf16", steps, rounds=15, repeat=10 if tokens <= 512 else 3, least=LEAST_DB)
-    cell = {"tokens": tokens, "kind": kind, "db": found["sqnr"], "ms": found["ms"]}
-    show(shape, cell)
-    return cell
+    return {"tokens": tokens, "kind": kind, "db": found["sqnr"], "ms": found["ms"]}
 
 
 # --- The kernels of grouped GEMMs ------------------------------------------------------------------------------
@@ -275,9 +270,7 @@ def measure_kernels(shape: Shape) -> dict[str, Any]:
         wide = gemm.wide()
         for way, product in gemm.ways(name).items():
             (db[way],), ways[way] = harness.each_decibels([wide], [product()], 20), product
-    result = {"shape": vars(shape), "db": db, "gemm_tflops": p.tflops(ways)}
-    show(result)
-    return result
+    return {"shape": vars(shape), "db": db, "gemm_tflops": p.tflops(ways)}
 
 
 def of_rows(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:

@@ -35,7 +35,7 @@ from unittest import mock
 import torch
 
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, host_once, once, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, host_once, once, sized
 from bench.gpu.ranks import profiled
 from octavo.nn.parallel_weights import local_part
 from octavo.plan.cases import TrainingPlan, find_architecture
@@ -213,7 +213,6 @@ def hosted() -> Results:
     rows: list[Row] = []
     for mode in HOST_MODES:
         rows.append(row := harness.in_new_process(partial(measure_hosted, mode)))
-        show(row)
         assert all(abs(a / b - 1) < 0.02 for a, b in zip(row["losses"], rows[0]["losses"], strict=True)), rows
         yield "gpu_offload", {"tokens": HOSTED.batch * HOSTED.context, "cores": torch.get_num_threads(), "rows": rows}
 
@@ -232,7 +231,6 @@ def main(options: Options) -> Results:
         for recipe in ("bf16", "rowwise"):
             config = configured("1b", 1, recipe, "none").change(**LARGEST)
             found[recipe] = largest_of(config)
-            show(recipe, found[recipe])
             yield "gpu_largest_batch", {"context": config.context, "vocabulary": VOCABULARY, "recipes": found}
         return
     there, name = max(torch.cuda.device_count(), 1), f"gpu_plan_{options.model}"
@@ -244,5 +242,4 @@ def main(options: Options) -> Results:
         names = dict(zip(("gpus", "recipe", "checkpointing"), each, strict=True))
         found = measure(configured(options.model, *each), each[0])
         rows.append(with_plan({"model": options.model, **names, "gpu": gpu, **found}))
-        show(rows[-1])
         yield name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": rows}

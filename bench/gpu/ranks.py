@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.harness import DEVICE, QUICK, allocated, installed, interleaved, once, peak_of, show, sized, summary
+from bench.gpu.harness import DEVICE, QUICK, allocated, installed, interleaved, once, peak_of, sized, summary
 from bench.gpu.modes import speedup
 from octavo.models.llama import LlamaConfig
 
@@ -94,7 +94,6 @@ class Bench:
             if QUICK:
                 raise
             self.rows.append({"mode": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
-        show(self.rows[-1])
         return self.with_ratios()
 
     def measure(self, name: str) -> Row:

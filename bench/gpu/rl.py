@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import octavo
-from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, once, peak_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, once, peak_of, sized
 from octavo.checkpoint.scheme import CHANNEL
 from octavo.hf.meta_model import quiet_transformers
 from octavo.inference.packed_linear import fuse, swap_linears
@@ -113,10 +113,9 @@ def pushes(config: Qwen3Config, count: int) -> dict[str, Any]:
     model, served = trained(config), live(config)
     pushed = push(model, served)  # compiles the kernels
     held, seconds, sums = allocated(), [], []
-    for i in range(count):
+    for _ in range(count):
         seconds.append(push(model, served).seconds)
         sums.append(once(partial(checksum, served), 1) / 1e3)
-        show(f"push {i + 1}", {"ms": 1e3 * seconds[-1], "checksum": 1e3 * sums[-1]})
     beyond = peak_of(partial(push, model, served), held, warmup=0)
     figures = {"seconds": statistics.median(seconds), "checksum_seconds": statistics.median(sums), "each": seconds}
     return {"layers": config.num_hidden_layers, "bytes": pushed.bytes, **figures, "beyond": beyond}
@@ -131,7 +130,6 @@ def rollouts(model: Any, served: Any) -> dict[str, Any]:
     for name, each in {"transformers": model, "served": served}.items():
         sample(each, BATCHES[-1], 4)
         found[name] = once(partial(sample, each, BATCHES[-1], NEW), 1)
-        show(f"rollouts by {name}: {found[name]:.0f} ms")
     sizes = {"texts": BATCHES[-1], "prompt": PROMPT, "new": NEW}
     return {**sizes, **found, "speed": found["transformers"] / found["served"]}
 
@@ -150,7 +148,6 @@ def measured(model: Any, served: Any) -> dict[str, float]:
     for name, call in calls.items():
         call()  # compiles what is left, captures and warms up
         found[name] = statistics.median(call() for _ in range(3))
-        show(f"{name}: {found[name]:.4g} ms")
     return found
 
 
@@ -180,7 +177,6 @@ def costs() -> Results:
         assert torch.equal(index_of_largest(logits.flatten(0, 1)), texts[:, PROMPT:].flatten())
     result["rows"] = [{"work": name, "outside": ms, "inside": inside[name], "speed": ms / inside[name]}
                       for name, ms in outside.items()]  # fmt: skip
-    show(*result["rows"])
     yield "gpu_rl_same_bits", result
 
 
@@ -197,7 +193,6 @@ def distances() -> dict[str, Any]:
         mean, deviation = statistics.mean(kls), statistics.stdev(kls)
         bits = None if None in same else max(same)
         rows.append({"models": name, "default": mean, "deviation": deviation, "same_bits": bits})
-    show(*rows)
     return {"texts": TEXTS, "seeds": len(SEEDS), "weights": config.initializer_range, **sizes, "rows": rows}
 
 
@@ -228,7 +223,6 @@ def main(options: Options) -> Results:
         for name in sized(("0.6b", "8b"), ("0.6b",)):
             shape = HEADS | SHAPES[name] | sized({}, {"num_hidden_layers": 1}) | {"tie_word_embeddings": name == "0.6b"}
             result["shapes"].append({"shape": name, **pushes(Qwen3Config(**shape), sized(10, 2))})
-            show(name, result["shapes"][-1])
         yield "gpu_rl", result
     if options.only in (None, "same-bits"):
         yield from costs()

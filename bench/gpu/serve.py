@@ -28,7 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from bench.gpu import harness, llama, modes
 from bench.gpu import serve_models as models
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import GEMMS, SHAPES, TOKENS
 from octavo.checkpoint.scheme import CHANNEL, WEIGHT
@@ -283,6 +283,5 @@ def main(options: Options) -> Results:
         result: Result = dict(facts)
         for section, found in SECTIONS[part](options.layers) if options.only in ("", part) else ():
             result[section] = found
-            show(section, found)
             yield name, result
             harness.allocated()  # frees what the section held

@@ -19,7 +19,7 @@ from torch import nn
 
 import octavo
 from bench.gpu import harness, llama
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_ATTENTION, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.ranks import kernels_of, split
@@ -59,9 +59,9 @@ class Runner(harness.Passes):
         harness.draw_matrices(model)
         if convert is not None:
             convert(model, recipe)
-        model.__class__ = harness.own_code(type(model))
         super().__init__(model, *harness.llama_inputs(config, tokens))
-        self.call = torch.compile(model) if compiled == "whole" else model
+        if compiled == "whole":
+            self.compile()
         for block in model.layers if compiled == "blocks" else ():  # type: ignore[union-attr]
             block.compile()
         if convert is octavo.convert and str(getattr(recipe, "name", recipe)).startswith("delayed"):
@@ -129,5 +129,4 @@ def main(_: Options) -> Results:
         "floors": {name: floor(ceilings, way, cast=name == "cast") for name in ("cast", "kept") if ceilings},
         "sqnr": checks,
     }
-    show(*result.values())
     yield "gpu_stack", result

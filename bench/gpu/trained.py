@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import octavo
 from bench.cpu.embeddings import calibrated_on_topics, packed_by
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, interleaved, made, rows_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, interleaved, made, rows_of, sized
 from bench.gpu.loss import training
 from bench.gpu.loss.model import CONFIGS
 from bench.gpu.loss.training import Learner, loss_of
@@ -45,19 +45,17 @@ def train(folder: Path, count: int) -> tuple[dict[str, Any], list[Tensor]]:
     config, device = CONFIGS[SIZE], torch.device(DEVICE)
     config = config.change(steps=count, decay_steps=count, warmup=max(count // 20, 1), kv_heads=config.heads)
     facts = training.prepare_text(folder, config, SOURCES)
-    show(facts)
     learner = Learner("bf16", config, device, normed=False)
     learner.warm_up()
     sequences, held_out = training.texts(folder, config, device)
     order, began = training.reading_order(len(sequences), 0, config.batch, None), time.monotonic()
-    losses = torch.stack(list(training.steps(learner, sequences, order, 0, count))).tolist()
+    float(list(training.steps(learner, sequences, order, 0, count))[-1])  # waits for the GPU
     seconds, out, model = time.monotonic() - began, folder / "model", learner.model
     described: Any = model.config
     (out / "config.json").write_text(json.dumps(described.to_hf() | {"dtype": "bfloat16"}))
     save_file({name: p.detach().bfloat16() for name, p in model.named_parameters()}, out / "model.safetensors")
     found = {"text": facts, "settings": settings(config), "parameters": sum(p.numel() for p in model.parameters())}
     found |= {"tokens": count * config.batch * config.context, "seconds": seconds, "held_out": held_out[:, 1:].numel()}
-    show(found | {"last losses": losses[-3:]})
     return found, list(torch.split(held_out.long(), 8))
 
 
@@ -88,12 +86,10 @@ def main(options: Options) -> Results:
             if size is not None:
                 models[scheme] = octavo.load(folder / scheme, DEVICE)
                 rows[scheme] = row(evaluate(models[scheme], batches), base, size)
-                show(scheme, rows[scheme])
                 yield "gpu_trained", result | {"schemes": rows}
         result |= {"schemes": rows, "ms": {}}
         for what, (batch, tokens) in SHAPES.items():
             ids = batches[0].flatten()[: batch * tokens].view(batch, tokens)
             graphs = {each: captured(partial(forward, model, ids)) for each, model in models.items()}
             result["ms"][what] = rows_of(interleaved(graphs, rounds=10, repeat=5), BASE)
-            show(what, result["ms"][what])
         yield "gpu_trained", result

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 import octavo
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, sized
 from bench.gpu.modes import speedup
 from bench.gpu.variants import use_torchao
 from octavo.models.vision import Block
@@ -130,9 +130,7 @@ def measure(shape: Shape) -> dict[str, Any]:
     result |= {"peak_bytes": peaks, "db": {"bf16": []} | harness.checked("bf16", runners)}
     steps = {mode: runner.step for mode, runner in runners.items()}
     result["rounds"] = harness.interleaved(steps, rounds=15, repeat=3)
-    result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in steps}
-    show(result)
-    return result
+    return result | {"speedup": {mode: speedup(result, mode, "bf16") for mode in steps}}
 
 
 # --- Whole models ----------------------------------------------------------------------------------------------
@@ -244,7 +242,6 @@ def measure_whole(kind: Any) -> Iterator[dict[str, Any]]:
     yield result
     for mode, step in steps.items():
         result["modes"][mode] |= step.memory()
-        show(mode, result["modes"][mode])
         yield result
 
 
@@ -274,7 +271,6 @@ def compile_times(depth: int) -> Results:
                 caches = {cache: str(Path(empty) / cache) for cache in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
                 seconds = harness.in_new_process(partial(first_step, mode, scope, depth), **caches)
             found.append({"mode": mode, "scope": scope, **seconds})
-        show(found)
         cells = [cell for cell in cells if cell["scope"] != scope] + found
         yield name, {"depth": depth, "cells": cells}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.harness import Options, Results, allocated, benchmark, interleaved, peak_of, show, sized, summary
+from bench.gpu.harness import Options, Results, allocated, benchmark, interleaved, peak_of, sized, summary
 from bench.gpu.modes import FUSED
 from bench.gpu.stack import CONFIG, MODES, Runner
 from octavo.watching.collection import CHECK_INTERVAL, Watch, watch
@@ -102,6 +102,4 @@ def main(_: Options) -> Results:
     torch._dynamo.config.automatic_dynamic_shapes = False
     equal = small_equality(config=replace(CONFIG, layers=1), tokens=sized(1024, 32))
     assert all(equal.values()), equal
-    result = measure()
-    show(result)
-    yield "gpu_watch", {"layers": CONFIG.layers, "equal": equal, **result}
+    yield "gpu_watch", {"layers": CONFIG.layers, "equal": equal, **measure()}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import octavo
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, sized
 from bench.gpu.variants import use_liger_loss, use_torchao
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.nn.fused_loss import CHUNK, linear_cross_entropy
@@ -132,7 +132,7 @@ class Step:
         return loss
 
 
-def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
+def cell(shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     """The SQNR of each mode's gradients against BF16's, its milliseconds and its peak."""
     training = Training(shape)
     modes = [mode for mode in MODES if all(harness.installed(p) for word, p in NEEDS.items() if word in mode)]
@@ -143,7 +143,7 @@ def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     sqnr = {mode: harness.each_decibels(exact, found) for mode, found in gradients.items() if found and mode != BASE}
     del gradients, exact
     peaks = {mode: harness.peak_of(step, 0) for mode, step in steps.items()}
-    return results_of(name, harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1), peaks, sqnr)
+    return results_of(harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1), peaks, sqnr)
 
 
 def open_run(folder: str, recipe: str, compiled: bool, scope: ExitStack) -> Trainer:
@@ -159,7 +159,7 @@ def open_run(folder: str, recipe: str, compiled: bool, scope: ExitStack) -> Trai
     return trainer
 
 
-def train_cell(name: str, rounds: int) -> dict[str, Any]:
+def train_cell(rounds: int) -> dict[str, Any]:
     """The milliseconds of a step of `octavo train` and its peak, by recipe, compiled and not."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as scope:
         Training("1b").model.save_pretrained(folder)
@@ -167,14 +167,13 @@ def train_cell(name: str, rounds: int) -> dict[str, Any]:
         modes = {f"{r}{how}": (r, not how) for how in ("", ", eager") for r in (BASE, "rowwise")}
         opened, peaks = harness.built({mode: partial(open_run, folder, *each, scope) for mode, each in modes.items()})
         times = harness.interleaved({mode: run.step for mode, run in opened.items()}, rounds=rounds, repeat=4)
-    return results_of(name, times, peaks, {})
+    return results_of(times, peaks, {})
 
 
-def results_of(name: str, times: dict[str, Any], peaks: dict[str, int], sqnr: dict[str, Any]) -> dict[str, Any]:
+def results_of(times: dict[str, Any], peaks: dict[str, int], sqnr: dict[str, Any]) -> dict[str, Any]:
     rows = harness.rows_of(times, BASE, "speed")
     for mode, row in rows.items():
         row |= {"peak_gib": peaks[mode] / 2**30, "sqnr": sqnr.get(mode)}
-        show(f"{name:16} {mode:34}", row)
     return {"machine": harness.facts(), "modes": rows, "rounds": times}
 
 
@@ -229,7 +228,6 @@ def losses_alone() -> dict[str, Any]:
         ours = partial(linear_cross_entropy, chunk=CHECKED // chunks)
         checked[f"ours, in {chunks} chunks"] = errors(gradients_of(ours, x, w, labels), exact)
     for name, each in checked.items():
-        show(f"{name:24} relative error of loss, dx, dw", each)
         if name.startswith("ours") and "rowwise" not in name:
             limits = [1.25 * limit + floor for limit, floor in zip(checked["bf16"], (1e-5, 0, 0), strict=True)]
             assert all(a <= b for a, b in zip(each, limits, strict=True)), (name, each, limits)
@@ -238,8 +236,6 @@ def losses_alone() -> dict[str, Any]:
     steps = {name: partial(backward, loss, x, w, labels) for name, loss in found.items()}
     peaks = {name: harness.peak_of(step, harness.allocated()) / 2**30 for name, step in steps.items()}
     times = harness.medians(harness.interleaved(steps, rounds=5, repeat=2, warmup=1))
-    for name, ms in times.items():
-        show(f"{name:24} {ms:8.2f} ms  {peaks[name]:6.2f} GiB")
     return {"errors": checked, "ms": times, "peak_gib": peaks}
 
 
@@ -258,9 +254,11 @@ def main(options: Options) -> Results:
         result["losses"] = losses_alone()
     for name, (shape, compiled) in CELLS.items():
         if options.only in name:
-            result[name] = cell(name, shape, compiled, options.rounds)
+            result[name] = cell(shape, compiled, options.rounds)
             torch._dynamo.reset()
     if options.only in ("", "train"):
-        result[TRAIN] = train_cell(TRAIN, options.rounds)
+        result[TRAIN] = train_cell(options.rounds)
     if not options.only:
         yield "gpu_whole_step", result
+    else:
+        harness.show(result)
