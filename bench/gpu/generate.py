@@ -256,9 +256,6 @@ def rows(shape: LlamaConfig) -> Result:
     """The first token of one prompt by all layers, and that of many prompts by a few."""
     wide = models.build_bf16(shape, DEVICE)
     packed = models.build_fp8(wide, DEVICE)
-    for model in (wide, packed):
-        for i, layer in enumerate(model.model.layers):
-            layer.self_attn.layer_idx = i
     accelerate_generate(packed, shape.context)
     ways = [Way(OCTAVO, generation(packed)), Way(EAGER, generation(wide), baseline=True)]
     result: Result = {"machine": harness.facts(), "first token": []}

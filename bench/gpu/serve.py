@@ -174,8 +174,6 @@ def prefill_fp8_attention(shape: LlamaConfig) -> Result:
         models.compile_layers(model)
     steps: dict[str, Step] = {mode: partial(models.forward, model, ids) for mode, model in compared.items()}
     model = packed[modes.ENGINE]
-    for number, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = number  # `serve_models` gives all layers the same
     scales = [(torch.tensor([SCALE]), torch.tensor([SCALE]))] * len(model.model.layers)
     prompts = pad_prompts(ids.tolist(), ids.device)
     for mode, attention in ((modes.ENGINE, "bf16"), (modes.ENGINE_FP8_ATTENTION, "fp8")):

@@ -1,7 +1,7 @@
 """Transformers' Llama with random weights: in BF16, packed in memory as `octavo pack` does, and quantized by torchao.
 
 The layers are compiled one by one. They are alike, so the code that is compiled for one serves all. For that, the code
-of a layer must not depend on its number: each layer has number 0 and a cache of its own.
+of a layer must not depend on its number: each compiled layer has number 0 and a cache of its own.
 """
 
 import copy
@@ -133,10 +133,8 @@ def _empty(config: Any) -> Any:
 
 
 def _ready(model: Any, device: str) -> Any:
-    """Make the tables that no state_dict holds, and give all layers the same number."""
+    """Make the tables that no state_dict holds."""
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
-    for layer in model.model.layers:
-        layer.self_attn.layer_idx = 0
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     return model
 
@@ -144,6 +142,7 @@ def _ready(model: Any, device: str) -> Any:
 def compile_layers(model: Any) -> None:
     """Compile each decoder layer for the shapes it will be given."""
     for layer in model.model.layers:
+        layer.self_attn.layer_idx = 0
         layer.compile(fullgraph=True, dynamic=False)
 
 

@@ -270,8 +270,6 @@ def test_the_served_model_computes_what_transformers_computes(wide: Any) -> None
     kept = models.plain_caches(stores)
     assert torch.equal(models.forward(wide, text), wide(text, use_cache=False, logits_to_keep=1).logits[:, 0])
     expected = models.forward(wide, text)
-    for number, each in enumerate(wide.model.layers):
-        each.self_attn.layer_idx = number  # for the cache of transformers
     filled = wide(text[:, :15], use_cache=True)[CACHE]
     for ours, theirs in zip(kept, filled.layers, strict=True):
         ours.keys[:, :, :15], ours.values[:, :, :15] = theirs.keys, theirs.values
