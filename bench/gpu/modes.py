@@ -6,7 +6,6 @@ from typing import Any
 BASE = "bf16, compile"
 # of the layer stack
 FUSED, FUSED_EAGER, FUSED_GRAPH = (f"ours fused: rowwise, {how}" for how in ("compile", "eager", "CUDA graph"))
-FUSED_ATTENTION = "ours fused: rowwise, FP8 attention, compile"
 PLAIN = "ours plain: rowwise, compile"
 # of FSDP2
 WIDE, OURS = "octavo: rowwise, gathered in BF16", "octavo: rowwise, gathered in FP8"

@@ -21,7 +21,7 @@ import octavo
 from bench.gpu import harness, llama
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Fused, Plain
-from bench.gpu.modes import BASE, FUSED, FUSED_ATTENTION, FUSED_EAGER, FUSED_GRAPH, PLAIN
+from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.ranks import kernels_of, split
 from bench.gpu.variants import use_torchao
 from octavo.models.llama import LlamaConfig
@@ -34,7 +34,6 @@ MODES: dict[str, Mode] = {
     "bf16, eager": (Plain, None, "", ""),
     BASE: (Plain, None, "", "whole"),
     FUSED: (Fused, octavo.convert, "rowwise", "whole"),
-    FUSED_ATTENTION: (Fused, partial(octavo.convert, attention="fp8"), "rowwise", "whole"),
     FUSED_EAGER: (Fused, octavo.convert, "rowwise", ""),
     PLAIN: (Plain, octavo.convert, "rowwise", "whole"),
     "ours plain: rowwise, eager": (Plain, octavo.convert, "rowwise", ""),
@@ -110,9 +109,7 @@ def keep(runners: dict[str, Runner]) -> dict[str, Any]:
 
 @benchmark()
 def main(_: Options) -> Results:
-    needs = {"torchao": "torchao", FUSED_ATTENTION: "nvidia-cudnn-frontend"}
-    missing = tuple(start for start, package in needs.items() if not harness.installed(package))
-    modes = [name for name in MODES if not name.startswith(missing)]
+    modes = [name for name in MODES if not name.startswith("torchao") or harness.installed("torchao")]
     runners, peaks = harness.built({name: partial(Runner, MODES[name]) for name in modes})
     checks = harness.checked(BASE, runners)  # of the output and the input's gradient
     steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}

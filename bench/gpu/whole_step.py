@@ -3,10 +3,9 @@
     1b, compile          Llama-3.2-1B's shape, 8 sequences of 1,024 tokens, layers compiled one by one
     1b, eager            the same without torch.compile
     8b, compile          4 layers of Llama-3-8B's shape, a head of 32,000, 8,192 tokens
-    1b, octavo train     the command on a folder of 1b's shape: weights and AdamW in FP32, clipping, and the watch
 
-The modes of the other cells have the same parameters and the same states of AdamW, in BF16, and take turns in one
-process. So a peak is that of a step of the mode alone. Liger's loss needs Liger Kernel.
+The modes of a cell have the same parameters and the same states of AdamW, in BF16, and take turns in one process. So a
+peak is that of a step of the mode alone. Liger's loss needs Liger Kernel.
 
 First come the losses alone. Their values and gradients are compared with float64: an error of ours above 1.25 times
 that of BF16's own plain loss ends the benchmark. Then follow the times of the losses, forward and backward.
@@ -16,11 +15,9 @@ that of BF16's own plain loss ends the benchmark. Then follow the times of the l
 
 import copy
 import importlib
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,35 +27,20 @@ from torch import Tensor, nn
 import octavo
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, sized
+from bench.gpu.llama import LLAMA, SMALL
 from bench.gpu.variants import use_liger_loss, use_torchao
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.nn.fused_loss import CHUNK, linear_cross_entropy
-from octavo.train import step_metrics
-from octavo.train.config import Config
-from octavo.train.processes import training_console
-from octavo.train.trainer import Trainer, start_run
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[nn.Module], Any]
 
 TOKENS, WIDTH, VOCABULARY = sized((8192, 2048, 128_256), (64, 64, 512))  # of the losses alone
 CHECKED = sized(1024, 64)  # tokens of the comparison with float64
-SHAPES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {  # sizes, and (sequences, tokens of each)
-    "1b": (
-        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "tie_word_embeddings": True},
-        sized((8, 1024), (2, 32)),
-    ),
-    "8b": (
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000, "tie_word_embeddings": False},
-        sized((1, 8192), (2, 32)),
-    ),
-}  # fmt: skip
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512,
-}  # fmt: skip
+SHAPES = {
+    "1b": sized(replace(LLAMA, layers=16, width=2048, mlp_width=8192, context=1024, tied=True), SMALL),
+    "8b": sized(replace(LLAMA, layers=4, vocabulary=32_000), SMALL),
+}
+BATCHES = {"1b": sized(8, 2), "8b": sized(1, 2)}  # sequences of a step
 BASE, LIGER = "bf16", " + Liger's loss"
 MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes after it
     BASE: lambda model: None,
@@ -76,7 +58,6 @@ MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes aft
     ),
 }
 CELLS = {"1b, compile": ("1b", True), "1b, eager": ("1b", False), "8b, compile": ("8b", True)}
-TRAIN = "1b, octavo train"
 NEEDS = {"Liger": "liger-kernel", "torchao": "torchao"}  # packages of the modes with such a word
 
 
@@ -88,15 +69,13 @@ class Training:
 
     def __init__(self, shape: str) -> None:
         transformers: Any = importlib.import_module("transformers")
-        sizes, (batch, tokens) = SHAPES[shape]
-        sizes = sized(sizes, sizes | SMALL)
+        config, options = SHAPES[shape], {"attn_implementation": "sdpa", "use_cache": False}
         torch.manual_seed(0)
-        options = {"max_position_embeddings": tokens, "attn_implementation": "sdpa", "use_cache": False}
         with torch.device(DEVICE):
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options))
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf(), **options))
         self.model: Any = model.to(torch.bfloat16).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-7, fused=DEVICE == "cuda")
-        self.ids = torch.randint(sizes["vocab_size"], (batch, tokens), device=DEVICE)
+        self.ids = torch.randint(config.vocabulary, (BATCHES[shape], config.context), device=DEVICE)
 
 
 class Step:
@@ -143,34 +122,7 @@ def cell(shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     sqnr = {mode: harness.each_decibels(exact, found) for mode, found in gradients.items() if found and mode != BASE}
     del gradients, exact
     peaks = {mode: harness.peak_of(step, 0) for mode, step in steps.items()}
-    return results_of(harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1), peaks, sqnr)
-
-
-def open_run(folder: str, recipe: str, compiled: bool, scope: ExitStack) -> Trainer:
-    """A run of `octavo train` on a model folder, which steps as the command does until `scope` ends."""
-    (batch, tokens), text = SHAPES["1b"][1], str(Path(__file__).parents[2] / "docs")
-    settings = {"batch": batch, "context": tokens, "data": (text,), "device": DEVICE, "compile.blocks": compiled}
-    config = Config(model=folder, recipe=recipe, out=f"{folder}/{recipe}-{compiled}", steps=1000).change(**settings)
-    trainer = start_run(config, training_console())
-    scope.enter_context(trainer.lock)
-    metrics = scope.enter_context(step_metrics.Metrics(trainer.run_folder.metrics, resumed_at=0, config=config))
-    trainer.watch = scope.enter_context(step_metrics.watched(config, trainer.state, trainer.run_folder, metrics))
-    scope.enter_context(trainer.state.cast_once())
-    return trainer
-
-
-def train_cell(rounds: int) -> dict[str, Any]:
-    """The milliseconds of a step of `octavo train` and its peak, by recipe, compiled and not."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as scope:
-        Training("1b").model.save_pretrained(folder)
-        ByteTokenizer().save(folder)
-        modes = {f"{r}{how}": (r, not how) for how in ("", ", eager") for r in (BASE, "rowwise")}
-        opened, peaks = harness.built({mode: partial(open_run, folder, *each, scope) for mode, each in modes.items()})
-        times = harness.interleaved({mode: run.step for mode, run in opened.items()}, rounds=rounds, repeat=4)
-    return results_of(times, peaks, {})
-
-
-def results_of(times: dict[str, Any], peaks: dict[str, int], sqnr: dict[str, Any]) -> dict[str, Any]:
+    times = harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1)
     rows = harness.rows_of(times, BASE, "speed")
     for mode, row in rows.items():
         row |= {"peak_gib": peaks[mode] / 2**30, "sqnr": sqnr.get(mode)}
@@ -256,8 +208,6 @@ def main(options: Options) -> Results:
         if options.only in name:
             result[name] = cell(shape, compiled, options.rounds)
             torch._dynamo.reset()
-    if options.only in ("", "train"):
-        result[TRAIN] = train_cell(options.rounds)
     if not options.only:
         yield "gpu_whole_step", result
     else:
