@@ -347,16 +347,12 @@ def gaps(final: dict[Run, float], mode: str) -> Result:
 
 
 def seconds_to(target: float, evaluations: list[dict[str, float]]) -> float | None:
-    """The training time at which the loss reaches `target`, on straight lines between evaluations."""
-    before: dict[str, float] | None = None
-    for after in evaluations:
-        if after["loss"] <= target:
-            if before is None:
-                return after["seconds"]
-            share = (before["loss"] - target) / (before["loss"] - after["loss"])
-            return before["seconds"] + share * (after["seconds"] - before["seconds"])
-        before = after
-    return None
+    """The training time at which the loss first reaches `target`, on straight lines between evaluations."""
+    reached = next((i for i, after in enumerate(evaluations) if after["loss"] <= target), None)
+    if reached is None:
+        return None
+    around = evaluations[max(reached - 1, 0) : reached + 1][::-1]  # the losses rise
+    return float(np.interp(target, [each["loss"] for each in around], [each["seconds"] for each in around]))
 
 
 @benchmark(study=STUDIES, runs="", processes=1, out=Path("runs/bench"), time="", stop=int, merge=Path)
