@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu import llama
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, decibels, interleaved, medians, sized
+from bench.gpu.harness import DEVICE, Options, Results, Step, benchmark, captured, decibels, interleaved, medians, sized
 from bench.gpu.serve import prefill_fp8_attention
 from octavo.inference.kv_cache import fp8_prompt_attention
 from octavo.nn.attention_layers import GradientScales, attend_fp8, quantize_heads
@@ -30,7 +30,6 @@ TOKENS = sized((2048, 4096, 8192, 32768), (256,))
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 ROWS = 1024  # queries that the oracle computes at a time
 OURS, CACHED, ALONE = "ours", "ours, FP8 KV cache", "ours, cuDNN alone"
-Step = Callable[[], Any]
 Operand = tuple[Tensor, Tensor]  # [B, H, T, D] in E4M3 and its scale
 
 

@@ -154,7 +154,7 @@ def measure(names: list[str], config: LlamaConfig, rounds: int) -> harness.Resul
     setting, few = ranks.setting_of(config), replace(config, layers=min(config.layers, CHECKED_LAYERS))
     expected: list[Tensor] = []
 
-    def check(name: str) -> ranks.Row:
+    def check(name: str) -> harness.Row:
         """How far the gradients of a mode are from those of BF16, in a model of a few layers.
 
         With random weights, the rounding errors of FP8 grow from layer to layer until they are as large as the numbers.
@@ -163,7 +163,7 @@ def measure(names: list[str], config: LlamaConfig, rounds: int) -> harness.Resul
         expected[:] = expected or grads
         return {"gradient_error": gradient_error(name, expected, grads)}
 
-    def others(runner: Runner) -> ranks.Row:
+    def others(runner: Runner) -> harness.Row:
         network = runner.network
         network.gathered = network.reduced = 0
         runner.step()

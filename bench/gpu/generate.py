@@ -44,7 +44,7 @@ from transformers import LlamaConfig as HFConfig
 
 from bench.gpu import harness, llama
 from bench.gpu import serve_models as models
-from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_new_process, sized
+from bench.gpu.harness import DEVICE, Options, Result, Results, allocated, benchmark, in_new_process, sized
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo import load
@@ -60,7 +60,6 @@ NAME = "gpu_generate"
 PROMPTS, PROMPT, TOKENS = sized((128, 2048), (8, 16)), sized(1024, 16), sized(64, 4)
 END = 128_001  # Llama's end token: `generate` looks for it in every step
 CHECKED = 2  # prompts whose tokens are compared before anything is timed
-Result = dict[str, Any]
 
 
 # --- The models ------------------------------------------------------------------------------------------------

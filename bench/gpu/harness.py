@@ -36,7 +36,9 @@ from octavo.util import installed as installed
 
 Step = Callable[[], Any]
 Options = argparse.Namespace
-Results = Iterator[tuple[str, dict[str, Any]]]  # the names of files in bench/results, and what they have
+Result = dict[str, Any]  # what a file of bench/results has
+Row = dict[str, Any]  # of a table in it
+Results = Iterator[tuple[str, Result]]  # with the names of the files
 Main = Callable[[Options], Results | None]
 Made = TypeVar("Made")
 Weight = TypeVar("Weight")

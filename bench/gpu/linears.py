@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
+from bench.gpu.harness import DEVICE, Options, Results, Row, benchmark, sized
 from bench.gpu.kernels import bf16
 from bench.gpu.llama import CONFIG, GEMMS, TOKENS
 from bench.gpu.serve import weight_only_step
@@ -40,7 +40,6 @@ from octavo.ops.kernels import weight_only as kernel
 from octavo.recipe import ROW_W, ROW_X
 
 Calls = Mapping[str, Sequence[Callable[[], Tensor]]]
-Row = dict[str, Any]
 FEW = 16  # rows, up to which the time of a call is that of reading the weight
 LEAST_INT_MM = 17  # rows that torch._int_mm takes
 LEAST_DB = 40.0  # of a row: the output in BF16 alone has 50 dB

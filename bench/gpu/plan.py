@@ -35,7 +35,7 @@ from unittest import mock
 import torch
 
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, host_once, once, sized
+from bench.gpu.harness import DEVICE, Options, Results, Row, benchmark, host_once, once, sized
 from bench.gpu.ranks import profiled
 from octavo.nn.parallel_weights import local_part
 from octavo.plan.cases import TrainingPlan, find_architecture
@@ -68,8 +68,6 @@ CONFIGURATIONS: list[Configuration] = [
     (2, "rowwise", "full"),
 ]
 AIMS = {"memory": 0.05, "time": 0.10}  # the largest relative errors that the plan should have
-
-Row = dict[str, Any]
 
 
 def configuration_of(row: Row) -> Configuration:

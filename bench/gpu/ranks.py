@@ -18,15 +18,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.harness import DEVICE, QUICK, allocated, installed, interleaved, once, peak_of, sized, summary
+from bench.gpu.harness import DEVICE, QUICK, Row, allocated, installed, interleaved, once, peak_of, sized, summary
 from bench.gpu.modes import speedup
 from octavo.models.llama import LlamaConfig
 
 GATHERED = sized(256 << 20, 1 << 16)  # bytes of the all-gather that measures a link
 TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone must not use up the time
 ROOM = 0.85  # of the GPU's memory, that two models at once may fill
-
-Row = dict[str, Any]
 
 
 def chosen(modes: Iterable[str], base: str, only: str) -> list[str]:

@@ -28,14 +28,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import octavo
 from bench.gpu import harness, llama, runs
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
+from bench.gpu.harness import DEVICE, Options, Result, Results, benchmark, show, sized
 from bench.gpu.loss.training import Learner
 from bench.gpu.runs import Study, batch_at, begin, training_batches
 from bench.gpu.stack import Mode, Runner
@@ -46,7 +45,6 @@ from octavo.models.tokenizer import Corpus
 
 PARTS = ("losses", "errors", "speed")
 CONFIG = replace(llama.CONFIG, layers=2)  # of the speed
-Result = dict[str, Any]
 Pass = dict[str, tuple[Tensor, Tensor]]  # the x [T, K] and the dy [T, N] of each layer
 
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_processes, interleaved, show, summary
+from bench.gpu.harness import DEVICE, Options, Result, Results, allocated, benchmark
 from bench.gpu.loss.model import CONFIGS, padded
 from bench.gpu.loss.training import LARGEST_FILE, SAMPLE, Learner, first, whole, write_run
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations
@@ -52,7 +52,6 @@ from octavo.train.config import Config
 from octavo.train.model import make_model
 
 Run = tuple[str, int]  # its mode and its seed
-Result = dict[str, Any]
 
 SETTINGS = ("layers", "width", "heads", "context", "vocabulary", "batch", "accumulate", "steps", "learning_rate")
 CURVE_STEPS = 10  # a point of the loss curve is the mean of so many steps
@@ -133,7 +132,7 @@ def train_all(study: Study, plan: Sequence[Run], out: Path, processes: int = 1) 
             train_mode(study, mode, each, out)
         return
     calls = [partial(train_mode, study, mode, each, out, i % gpus) for i, (mode, each) in enumerate(seeds.items())]
-    in_processes(gpus * processes, calls)  # a mode that does not run has no row in the table
+    harness.in_processes(gpus * processes, calls)  # a mode that does not run has no row in the table
 
 
 def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path, gpu: int = 0) -> None:
@@ -252,15 +251,15 @@ def time_steps(modes: Sequence[str], config: Config) -> Result:
         for learner in learners.values():
             stack.enter_context(cast_once(learner.model))
         steps = {mode: partial(learner.step, 0, tokens) for mode, learner in learners.items()}
-        times = interleaved(steps, rounds=12, repeat=3)
-    base = summary(times[modes[0]])["median"]
+        times = harness.interleaved(steps, rounds=12, repeat=3)
+    base = harness.summary(times[modes[0]])["median"]
     rows = []
     for mode, learner in learners.items():
-        found = summary(times[mode])
+        found = harness.summary(times[mode])
         facts: Result = {"milliseconds": found["median"], "ratio": found["median"] / base}
         facts |= {"quartiles": [found["low"], found["high"]], "gradient_error": errors.get(mode)}
         rows.append({"mode": mode, "converted": learner.converted, **facts})
-        show(rows[-1])
+        harness.show(rows[-1])
     return {"settings": settings(config), "base": modes[0], "steps": rows}
 
 

@@ -28,7 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from bench.gpu import harness, llama, modes
 from bench.gpu import serve_models as models
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
+from bench.gpu.harness import DEVICE, Options, Result, Results, Step, benchmark, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import GEMMS, SHAPES, TOKENS
 from octavo.checkpoint.scheme import CHANNEL, WEIGHT
@@ -50,8 +50,6 @@ CACHE_CONTEXTS, CACHE_BATCHES = sized((2048, 4096, 8192, 16384, 32768), (256,)),
 LONG_CONTEXT, LONG_BATCH = sized(32768, 256), 8  # of the whole steps over caches
 ATTENTION = "bench_fp8"
 SCALE = 0.03  # of keys and values: they are below 13
-Step = Callable[[], Tensor]
-Result = dict[str, Any]
 Sections = Iterator[tuple[str, Any]]
 
 

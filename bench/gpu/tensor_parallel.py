@@ -23,9 +23,9 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 
 import octavo
 from bench.gpu import harness, llama
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
+from bench.gpu.harness import DEVICE, Options, Results, Row, benchmark, sized
 from bench.gpu.llama import Fused, Plain
-from bench.gpu.ranks import Bench, Row, bandwidth, chosen, setting_of, slowest, start
+from bench.gpu.ranks import Bench, bandwidth, chosen, setting_of, slowest, start
 from bench.gpu.variants import use_torchao
 from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
