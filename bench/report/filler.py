@@ -11,8 +11,8 @@ A table stands in its template with one row of cells, which is repeated for each
     | {mode} | {median:.2f} | {ratio:.3f}x |
 
 The keys of a row are names in its cells. A cell with a value that is None or not there is a dash. A heading in braces
-makes a column of each of its values, and the rows whose other cells are equal are one row. A line of a list, which
-begins with `- `, is repeated in the same way.
+makes a column of each of its values, and the rows whose other cells are equal are one row. A line of text, such as one
+of a list, is repeated in the same way.
 
 What stands between `<!-- if failures(results) -->` and `<!-- end -->` is left out where the expression is false.
 """
@@ -30,7 +30,7 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "results"
 MISSING = "–"
 IF = re.compile(r"<!-- if (.+?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
-ITEM = re.compile(r"<!-- each (.+?) -->\n(- .*)")
+LINE = re.compile(r"<!-- each (.+?) -->\n([^|\n].*)")
 EACH = re.compile(r"<!-- each (.+?) -->\n\|(.*)\|\n\|.*\|\n\|(.*)\|")
 
 Result = dict[str, Any]
@@ -56,7 +56,7 @@ def fill(template: str, names: Mapping[str, Any]) -> str:
     """`template` with its tables and then its fields filled."""
     page = IF.sub(lambda found: found[2] if eval(found[1], dict(names)) else "", template)
     page = EACH.sub(lambda found: _escaped(_table(found, names)), page)
-    page = ITEM.sub(lambda found: _escaped(_items(found, names)), page)
+    page = LINE.sub(lambda found: _escaped(_lines(found, names)), page)
     return re.sub(r"\n{3,}", "\n\n", _filled(page, names))  # a warning that says nothing leaves an empty paragraph
 
 
@@ -96,7 +96,7 @@ def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _items(template: re.Match[str], names: Mapping[str, Any]) -> str:
+def _lines(template: re.Match[str], names: Mapping[str, Any]) -> str:
     return "\n".join(_filled(template[2], {**names, **row}) for row in eval(template[1], dict(names)))
 
 

@@ -127,28 +127,6 @@ def _decides(study: Fields, modes: Sequence[str]) -> bool:
     return len(rows) == len(modes) and study.branch.get("rate", 1.0) == 1 and abs(rows[0].gap) + rows[0].half < CHANCE
 
 
-def decided(results: Mapping[str, Result]) -> str:
-    """What the study that decides says about `rowwise`: the cost of training, and of serving with and without it."""
-    study = deciding(results, "rowwise")
-    row, twin, base = (study.modes[mode] for mode in ("rowwise", "twin", "bf16"))
-    return (
-        f"Training the last {1 - study.branch.share:.0%} of a run in `rowwise` raises the loss by {interval(row.bf16)} "
-        f"({study.parameters / 1e6:.1f}M parameters, {study.machine.gpu}; weights evaluated in BF16). Serving in "
-        f"FP8 costs {interval(base.fp8)} where the weights were trained in BF16, and {interval(row.fp8)} where they "
-        f"were trained in FP8. Two runs in BF16 differ by {interval(twin.bf16)}."
-    )
-
-
-def peers(results: Mapping[str, Result]) -> str:
-    """A sentence on torchao's recipes in the earliest study that has them."""
-    modes = ("rowwise", "torchao_rowwise", "torchao_tensorwise")
-    study = deciding(results, *modes)
-    rows = {named(mode): study.modes[mode] for mode in modes}
-    costs = "; ".join(f"{name} {interval(row.bf16)} and {interval(row.fp8)}" for name, row in rows.items())
-    last = f"{1 - study.branch.share:.0%}"
-    return f"In branches over the last {last}, trained in FP8 and evaluated in BF16 and in FP8: {costs}."
-
-
 def cost(results: Mapping[str, Result], mode: str, form: str = "bf16", name: str = "") -> str:
     """The gap of a mode in the result `name`, or in the main study."""
     study: Any = results[name] if name else main(results)

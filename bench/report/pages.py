@@ -36,7 +36,7 @@ PAGES: dict[str, ModuleType] = {
 }
 SIGNS = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
 BOUND = re.compile(r"(≥|≤|<) ([\d.]+)")
-NOTE = "`make docs` writes this part from bench/results"  # in README, before a part
+NOTE = "`make docs` writes this part from bench/results"  # before a part
 
 
 def main() -> None:
@@ -48,17 +48,27 @@ def main() -> None:
     (ROOT / "bench" / "aims.md").write_text(aims_page(results))
     plots.draw(results, ROOT / "docs" / "performance")
     performance.write_grids(results, ROOT / "docs" / "performance", plan=plan.whole_runs(results))
-    rl = ROOT / "docs" / "rl.md"
-    parity = fill(template("parity"), names_of(results, performance))
-    rl.write_text(with_part(rl.read_text(), "parity", parity.strip()))
-    readme = ROOT / "README.md"
-    decided = f"{loss.decided(results)}\n\n{loss.peers(results)}"
-    readme.write_text(with_part(with_gains(readme.read_text(), results), "loss", decided))
+    for (name, title), text in parts(results).items():
+        path = ROOT / name
+        before, begin, rest = path.read_text().partition(f"<!-- {title}: {NOTE} -->")
+        _, end, after = rest.partition(f"<!-- end of {title} -->")
+        path.write_text(f"{before}{begin}{text}{end}{after}")
 
 
 def page(name: str, results: dict[str, Result]) -> str:
     rows = markdown(gain.row("") for gain in gains(results)).replace("(performance.md#", "(#")
-    return fill(template(name), names_of(results, modes, PAGES[name]) | {"gains": rows})
+    decided = fill(template("decided"), names_of(results, loss)).partition("\n")[0]
+    return fill(template(name), names_of(results, modes, PAGES[name]) | {"gains": rows, "decided": decided})
+
+
+def parts(results: dict[str, Result]) -> dict[tuple[str, str], str]:
+    """The parts of pages that people write, by the page and the words of the comments around them."""
+    picture = "![Speed over compiled BF16](docs/performance/gains.svg)"
+    return {
+        ("docs/rl.md", "parity"): f"\n{fill(template('parity'), names_of(results, performance))}",
+        ("README.md", "loss"): f"\n{fill(template('decided'), names_of(results, loss))}",
+        ("README.md", "gains"): f"\n{picture}\n\n{markdown(gain.row() for gain in front(results))}\n",
+    }
 
 
 def aims_page(results: dict[str, Result]) -> str:
@@ -81,19 +91,6 @@ def judged(template: str, names: Mapping[str, Any]) -> str:
 
 def template(name: str) -> str:
     return (HERE / f"{name}.template.md").read_text()
-
-
-def with_gains(readme: str, results: dict[str, Result]) -> str:
-    """`readme` with the picture and the table of gains."""
-    picture = "![Speed over compiled BF16](docs/performance/gains.svg)"
-    return with_part(readme, "gains", f"{picture}\n\n{markdown(gain.row() for gain in front(results))}")
-
-
-def with_part(readme: str, name: str, part: str) -> str:
-    """`readme` with `part` between the two comments of that name."""
-    before, begin, rest = readme.partition(f"<!-- {name}: {NOTE} -->")
-    _, end, after = rest.partition(f"<!-- end of {name} -->")
-    return f"{before}{begin}\n{part}\n{end}{after}"
 
 
 # --- The measured speeds that the package ships: of packing schemes, of attention in FP8, and of experts -------
@@ -177,20 +174,15 @@ def expert_rates(result: Result) -> str:
 
 def expert_speeds(result: Result) -> str:
     """The speed of packed experts over BF16."""
-    layers = [
-        {
-            "shape": {name: layer["shape"][name] for name in ("experts", "width", "mlp_width")},
-            "speeds": {
-                str(cell["tokens"]): {
-                    way: round(cell["ms"]["bf16"]["median"] / ms["median"], 3)
-                    for way, ms in cell["ms"].items()
-                    if way != "bf16"
-                }
-                for cell in layer["cells"]
-            },
-        }
-        for layer in result["shapes"].values()
-    ]
+    layers = []
+    for layer in result["shapes"].values():
+        speeds: dict[str, dict[str, float]] = {}
+        for cell in layer["cells"]:
+            medians = {way: ms["median"] for way, ms in cell["ms"].items()}
+            base = medians.pop("bf16")
+            speeds[str(cell["tokens"])] = {way: round(base / median, 3) for way, median in medians.items()}
+        shape = {name: layer["shape"][name] for name in ("experts", "width", "mlp_width")}
+        layers.append({"shape": shape, "speeds": speeds})
     return text(result, layers=layers)
 
 

@@ -27,14 +27,6 @@ REPLACED = "ours plain: delayed, compile"
 # --- Generating text -------------------------------------------------------------------------------------------
 
 
-def decoding(results: dict[str, Result]) -> Rows:
-    """The ways of each batch, with the share of a CUDA graph captured by hand."""
-    for part, rows in results["gpu_generate"].items():
-        if part.startswith("decode "):
-            batch = int(part.split()[1])
-            yield from ({**row, "share": graph_share(results, batch, row["way"])} for row in rows)
-
-
 def figure(results: dict[str, Result], section: str, way: str, key: str, prompt: int | None = None) -> float | None:
     """A figure of a way of `generate`; None where it was not measured."""
     rows: list[Result] = results["gpu_generate"].get(section, [])
@@ -61,13 +53,6 @@ def best_torchao(by_mode: dict[str, float]) -> float | None:
     return min((value for mode, value in by_mode.items() if mode.startswith("torchao")), default=None)
 
 
-def stack_split(stack: Result) -> Rows:
-    """GEMM, attention and the rest, of the profiled modes and of the floors."""
-    floors = {"floor, weights cast": stack["floors"]["cast"], "floor, weights cached": stack["floors"]["kept"]}
-    for name, parts in {**stack["profiles"], **floors}.items():
-        yield {**parts, "mode": name, "sum": parts["gemm"] + parts["attention"] + parts["rest"]}
-
-
 def below_floor(stack: Result) -> list[str]:
     """The parts of the fused mode that are faster than their floor."""
     floor, profile = stack["floors"]["cast"], stack["profiles"][FUSED]
@@ -88,12 +73,6 @@ def faster_schemes(result: Result) -> list[str]:
     """The schemes that were faster than BF16 in every pass."""
     ratios = [{name: row["ratio"] for name, row in rows.items()} for rows in result.get("ms", {}).values()]
     return [f"`{name}`" for name in result["schemes"] if ratios and all(each.get(name, 0) > 1 for each in ratios)]
-
-
-def timed(result: Result, what: str, scheme: str) -> str:
-    """Milliseconds, and the speed over BF16, in bench/gpu/trained.py, which may have ended before its times."""
-    row = result.get("ms", {}).get(what, {}).get(scheme)
-    return "not timed" if row is None else f"{row['median']:.2f} ({row['ratio']:.2f}x)"
 
 
 # --- Kernels and layers ----------------------------------------------------------------------------------------

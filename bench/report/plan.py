@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
-from bench.gpu.plan import AIMS, HOST_MODES, HOSTED, KINDS, LARGEST, MODELS, with_plan
+from bench.gpu.plan import HOST_MODES, HOSTED, KINDS, LARGEST, MODELS, with_plan
 from bench.report.filler import Fields, Result, Rows
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs
@@ -204,12 +204,9 @@ def host_errors(results: dict[str, Result]) -> Rows:
             yield {**found, "recipe": config.recipe, "kind": kind, "s": s, "gb": gb, "host": host}
 
 
-def largest_errors(result: Result) -> str:
-    """By how much the plan of a model is off, beside the aims."""
-    errors = [row["errors"] for row in map(with_plan, result["rows"])]
-    most = {name: max(abs(each[name]) for each in errors) for name in AIMS}
-    parts = (f"{name} at most {most[name]:.1%} off (aim {aim:.0%})" for name, aim in AIMS.items())
-    return f"{len(errors)} configurations, {' and '.join(parts)}.".replace("%", " %")
+def largest_error(result: Result, name: str) -> float:
+    """By how many percent the plan of a model is off in "memory" or "time"."""
+    return max(100 * abs(with_plan(row)["errors"][name]) for row in result["rows"])
 
 
 def plan_results(results: dict[str, Result]) -> Iterator[tuple[str, Result]]:

@@ -37,21 +37,6 @@ def rows_of(run: Result) -> dict[str, Result]:
 # --- Measured --------------------------------------------------------------------------------------------------
 
 
-def fsdp(results: dict[str, Result]) -> Rows:
-    for run in runs(results):
-        modes = rows_of(run)
-        yield from ({"torchao": modes[TORCHAO]["ratio"], **run, **row} for row in modes.values())
-
-
-def compiled_gains(results: dict[str, Result]) -> str:
-    """What compiling gains, and FP8 with it, over eager BF16, where that was measured; then FP8 over compiled BF16."""
-    found = [rows_of(run) for run in runs(results)]
-    eager = next(modes for modes in found if EAGER_BASE in modes)
-    base, fp8 = (eager[EAGER_BASE]["median"] / eager[mode]["median"] - 1 for mode in (BASE, OURS))
-    ratios = [modes[OURS]["ratio"] for modes in found]
-    return f"{base:+.1%} here and FP8 with it {fp8:+.1%}, {min(ratios):.2f}x to {max(ratios):.2f}x of compiled BF16"
-
-
 def failures(results: dict[str, Result]) -> list[Row]:
     """The modes that did not run."""
     found = (*runs(results), *runs(results, "gpu_tensor_parallel_"))

@@ -79,16 +79,8 @@ def gaps(result: Result, task: str) -> Rows:
             differences = [ours - base for base, ours in zip(values[BASE], values[recipe], strict=True)]
             found = ratio(differences, [1.0] * len(differences))
             interval = found.low or 0.0, found.high or 0.0
-            yield {
-                "figure": name,
-                "recipe": recipe,
-                "base": format(statistics.mean(values[BASE]), form),
-                "mean": format(found.value, "+" + form),
-                "interval": interval,
-                "form": "+" + form,
-                "spread": format(spread, form),
-                "resolved": "yes" if interval[0] > 0 or interval[1] < 0 else "no",
-            }
+            figures = {"base": statistics.mean(values[BASE]), "mean": found.value, "spread": spread}
+            yield {"figure": name, "recipe": recipe, "form": form, "interval": interval, **figures}
 
 
 def lost(result: Result) -> str:
