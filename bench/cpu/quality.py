@@ -15,7 +15,6 @@ The model is trained once, in BF16. Everything is measured on the same held-out 
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -109,13 +108,12 @@ def schemes(folder: Path) -> dict[str, Any]:
 
 def judge(scheme: str, folder: Path, source: str = "model") -> Report:
     """Pack `folder`/source with a scheme and verify it against `folder`/model; findings end the benchmark."""
-    began, out = time.perf_counter(), folder / f"{source} {scheme}"
+    out = folder / f"{source} {scheme}"
     calibration = calibrated(folder, source) if scheme == "static" else None
     pack(folder / source, out, scheme=scheme, calibration=calibration)
     report = verify(out, folder / "model", [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
     if not report.ok:
         raise SystemExit("\n".join(map(str, report.findings)))
-    print(f"{out.name}: {time.perf_counter() - began:.0f} s", flush=True)
     return report
 
 
@@ -141,9 +139,7 @@ def caches(packed: Path, found: Calibration, batches: list[Tensor]) -> dict[str,
     made = {f"{dtype}, {how}": cache(dtype, found if how == "calibrated" else None) for dtype, how in CACHES}
     ways = {name: in_chunks(model, make) for name, make in made.items()}
     quality = compare_many(in_chunks(model, cache("bf16", None)), ways, batches, LogitSums)
-    rows = {name: asdict(each) for name, each in quality.items()}
-    print(rows)
-    return {"settings": demo.SETTINGS, "chunk": CHUNK, "caches": rows}
+    return {"settings": demo.SETTINGS, "chunk": CHUNK, "caches": {name: asdict(q) for name, q in quality.items()}}
 
 
 def cache(dtype: str, calibration: Calibration | None) -> Cache:
@@ -173,7 +169,6 @@ def attention(packed: Path, batches: list[Tensor]) -> dict[str, Any]:
     plain, ours = octavo.load(packed), octavo.load(packed)
     use_fp8_attention(ours, shortest=1)
     quality = compare_many(outputs(plain), {"fp8": outputs(ours)}, batches, LogitSums)
-    print(asdict(quality["fp8"]))
     return {"settings": demo.SETTINGS, "context": CONTEXT, "fp8": asdict(quality["fp8"])}
 
 

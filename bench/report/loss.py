@@ -42,15 +42,6 @@ def main(results: Mapping[str, Result]) -> Fields:
     return next(study for study in studies(results) if study.modes.keys() >= CONCLUDED)
 
 
-def by_mode(results: Mapping[str, Result]) -> list[Fields]:
-    """A row a study and a mode: its data orders, its gaps in both forms, and its largest rise."""
-    return [
-        Fields({**row, "model": study.model, "mode": named(mode), "rise": rise(study, mode)})
-        for study in studies(results)
-        for mode, row in study.modes.items()
-    ]
-
-
 def named(mode: str) -> str:
     """A mode in the words of a table."""
     base, _, left = mode.partition(WITHOUT)
