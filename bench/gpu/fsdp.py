@@ -1,9 +1,8 @@
 """Training steps of Llama-3-8B's shape under FSDP2: BF16, Octavo and torchao in one run, one process a GPU.
 
 A step is whole: forward, backward, gradient reduction in FP32 and fused AdamW on FP32 weights, 8,192 tokens a GPU. The
-gradients of each mode are compared with those of compiled BF16 first. Then the mode takes turns with compiled BF16, and
-its ratio is the median over these turns. Where the memory does not hold both, BF16 runs first and last, and a ratio is
-to the mean of these two. The time of a step is that of the slowest rank.
+gradients of each mode are compared with those of compiled BF16 first. Then the mode takes turns with compiled BF16
+(`bench.gpu.ranks.Bench`).
 
 With `--only`, the other modes' rows of an earlier result stay in the file, each with the machine and commit of its own.
 

@@ -100,10 +100,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.stack.layers)  # type: ignore[arg-type]
+        self.blocks: list[nn.Module] = list(self.stack.layers)  # type: ignore[arg-type]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of tokens [B, T] and targets [B, T]."""

@@ -70,10 +70,6 @@ CONFIGURATIONS: list[Configuration] = [
 AIMS = {"memory": 0.05, "time": 0.10}  # the largest relative errors that the plan should have
 
 
-def configuration_of(row: Row) -> Configuration:
-    return row["gpus"], row["recipe"], row["checkpointing"]
-
-
 def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config:
     small = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "mlp_width": 384, "context": 64, "device": DEVICE}
     base = MODELS[model].change(**sized({}, small))
@@ -128,7 +124,7 @@ def largest_of(config: Config) -> dict[str, Any]:
 
 def with_plan(row: Row) -> Row:
     """A row of results with the figures of the plan as it is now, which may not be those of the day of the run."""
-    wanted = configuration_of(row)
+    wanted: Configuration = row["gpus"], row["recipe"], row["checkpointing"]
     if wanted not in CONFIGURATIONS:
         raise ValueError(f"no configuration of bench.gpu.plan has the recipe, checkpointing and GPUs of {row}")
     config, gpu = configured(row["model"], *wanted), known_gpus()[row["gpu"]]

@@ -63,8 +63,8 @@ def slowest(times: list[float]) -> list[float]:
 
 @dataclass
 class Bench:
-    """Modes that are measured one by one, each in turns with the base. Where the memory does not hold both, the base
-    runs first and last, and a ratio is to the mean of these two."""
+    """Modes that are measured one by one, each in turns with the base; a ratio is the median over these turns. Where
+    the memory does not hold both, the base runs first and last, and a ratio is to the mean of these two."""
 
     base: str
     check: Callable[[str], Row]  # facts of how right a mode is; it raises where a mode is wrong

@@ -102,7 +102,7 @@ def decode(wide: Any, packed: Any, batch: int, context: int) -> Result:
     """Decoding steps of BF16, and of the packed model with caches in BF16 and in FP8."""
     ids = tokens(wide, batch)
     stores = models.random_stores(wide.config, batch, context, DEVICE, "bf16", "fp8")
-    plain = models.plain_caches(stores["bf16"])
+    plain = list(map(models.PlainCache, stores["bf16"]))
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
     for name, model in ((modes.BASE, wide), (modes.SERVE, packed)):
@@ -130,7 +130,7 @@ def weight_only_step(layers: int) -> Result:
     """A decoding step of one text: BF16, W8A8 and weight-only; and weight-only in eager code."""
     wide = models.build_bf16(replace(llama.CONFIG, layers=layers), DEVICE)
     ids = tokens(wide, 1)
-    caches = models.plain_caches(models.random_stores(wide.config, 1, CONTEXT, DEVICE, "bf16")["bf16"])
+    caches = list(map(models.PlainCache, models.random_stores(wide.config, 1, CONTEXT, DEVICE, "bf16")["bf16"]))
     schemes = {modes.W8A8: CHANNEL, modes.WEIGHT_ONLY: WEIGHT}
     packed = {name: models.build_fp8(wide, DEVICE, scheme) for name, scheme in schemes.items()}
     steps: dict[str, Step] = {modes.WEIGHT_ONLY_EAGER: captured(packed[modes.WEIGHT_ONLY], ids, caches)}
@@ -261,7 +261,7 @@ def decode_caches(layers: int) -> Result:
     models.compile_layers(model)
     ids = tokens(model, LONG_BATCH)
     stores = models.random_stores(model.config, LONG_BATCH, LONG_CONTEXT, DEVICE, "bf16", "fp8")
-    steps: dict[str, Step] = {modes.CACHE_TORCH: captured(model, ids, models.plain_caches(stores["bf16"]))}
+    steps: dict[str, Step] = {modes.CACHE_TORCH: captured(model, ids, list(map(models.PlainCache, stores["bf16"])))}
     for name, dtype in ((modes.CACHE_BF16, "bf16"), (modes.CACHE_FP8, "fp8")):
         steps[name] = captured(model, ids, models.octavo_caches(model, stores[dtype]))
     found = harness.turns(modes.CACHE_BF16, steps, rounds=8, repeat=4, warmup=2)

@@ -47,7 +47,10 @@ def random_stores(config: Any, batch: int, context: int, device: str, *dtypes: s
 
 
 class PlainCache:
-    """The BF16 keys and values [B, G, S, D] of a store, full but for the last token, as in a StaticCache."""
+    """The BF16 keys and values [B, G, S, D] of a store, full but for the last token, as in a StaticCache.
+
+    transformers' own attention reads them.
+    """
 
     def __init__(self, store: LayerKVCache) -> None:
         self.keys, self.values, self.last = store.keys, store.values, store.max_tokens - 1
@@ -70,11 +73,6 @@ class OctavoCache:
         appended = Appended(self.store, k, v, self.store.empty)
         self.store.append(k, v)
         return appended, appended
-
-
-def plain_caches(stores: Sequence[LayerKVCache]) -> list[PlainCache]:
-    """A cache for each layer, which transformers' own attention reads."""
-    return [PlainCache(store) for store in stores]
 
 
 def octavo_caches(model: Any, stores: Sequence[LayerKVCache]) -> list[OctavoCache]:

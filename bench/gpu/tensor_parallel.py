@@ -5,7 +5,7 @@ sequence, attention and the MLP on a part of their heads and features. The input
 once.
 
 First the outputs and the gradients of the input of each mode are compared with those of BF16. Then the mode takes turns
-with BF16, and its ratio is the median over these turns. The time of a step is that of the slowest rank.
+with BF16 (`bench.gpu.ranks.Bench`).
 
     torchrun --nproc-per-node 2 -m bench.gpu.tensor_parallel [--layers 2] [--only octavo] [--rounds 8]
 """

@@ -84,7 +84,7 @@ def test_every_mode_takes_the_weights_of_the_trunk() -> None:
 
 def test_a_branch_of_bf16_without_a_change_of_order_goes_on_as_the_trunk_would(folder: Path) -> None:
     """The state of a branch is whole: the steps after it are bit for bit those of a run without a stop."""
-    training_text = training.read_tokens(folder, "training", CONFIG.context, CPU)
+    training_text, _ = training.texts(folder, CONFIG, CPU)
     first, last = STUDY.first, STUDY.first + 2
     order = training.reading_order(len(training_text), first, CONFIG.batch, None)
     losses = list(training.steps(training.Learner("bf16", CONFIG, CPU), training_text, order, 0, last))
@@ -124,7 +124,7 @@ def test_branches_leave_early_and_learn_at_a_rate_of_their_own(folder: Path, tmp
     assert len(branch["losses"]) == 18
     learner = training.Learner("bf16", CONFIG, CPU)
     learner.restart(load_file(tmp_path / "trunk.safetensors"))
-    rows = training.read_tokens(tmp_path, "training", CONFIG.context, CPU)
+    rows, _ = training.texts(tmp_path, CONFIG, CPU)
     order = training.reading_order(len(rows), 2, CONFIG.batch, 7)
     assert training.rounded(list(training.steps(learner, rows, order, 2, 4, 2.0))) == branch["losses"][:2]
 
@@ -132,7 +132,7 @@ def test_branches_leave_early_and_learn_at_a_rate_of_their_own(folder: Path, tmp
 @pytest.mark.parametrize("batch", [2, 4])
 def test_micro_batches_are_the_sequences_of_a_step(folder: Path, batch: int) -> None:
     learner = training.Learner("bf16", CONFIG.change(batch=batch, accumulate=4 // batch), CPU)
-    rows = training.read_tokens(folder, "training", CONFIG.context, CPU)
+    rows, _ = training.texts(folder, CONFIG, CPU)
     found = list(training.steps(learner, rows, training.reading_order(len(rows), 0, 4, None), 0, 2))
     assert training.rounded(found) == pytest.approx(json.loads((folder / "trunk.json").read_text())["losses"][:2], 1e-3)
 

@@ -267,7 +267,7 @@ def ids(length: int) -> Tensor:
 @pytest.mark.slow
 def test_the_served_model_computes_what_transformers_computes(wide: Any) -> None:
     text, stores = ids(16), models.random_stores(wide.config, 2, 16, "cpu", "bf16")["bf16"]
-    kept = models.plain_caches(stores)
+    kept = list(map(models.PlainCache, stores))
     assert torch.equal(models.forward(wide, text), wide(text, use_cache=False, logits_to_keep=1).logits[:, 0])
     expected = models.forward(wide, text)
     filled = wide(text[:, :15], use_cache=True)[CACHE]
@@ -291,7 +291,7 @@ def test_packed_it_is_near_and_half_as_large(wide: Any) -> None:
 @pytest.mark.parametrize(("dtype", "least", "most"), [("bf16", 35, float("inf")), ("fp8", 20, 35)])
 def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dtype, least, most):
     text, kept = ids(1), models.random_stores(wide.config, 2, 16, "cpu", "bf16", dtype)
-    exact = models.forward(wide, text, models.plain_caches(kept["bf16"]))
+    exact = models.forward(wide, text, list(map(models.PlainCache, kept["bf16"])))
     caches = models.octavo_caches(wide, kept[dtype])
     assert least < decibels(exact, partial(models.forward, wide, text, caches)()) <= most
     assert {each.store.keys.dtype for each in caches} == {DTYPES[dtype]}

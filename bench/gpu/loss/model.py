@@ -41,7 +41,6 @@ CAST = Cast("e4m3", ROW)
 METHODS = ("", "least squares", "error feedback", "smoothing")  # the last rounds x/s and w*s, a factor s for each input
 IN_BF16 = ("bf16", "twin")  # a twin is BF16 whose weights were disturbed once, as it branched
 
-
 ONLY = {f"rowwise_{gemm}_only": rowwise().in_bf16(*(set(GEMMS) - {gemm})) for gemm in GEMMS}  # one GEMM in FP8
 EXACT = {"rowwise_exact": promoted(rowwise(), "y", "dx")}  # dw has no fast accumulation
 OWN = {name: replace(recipe, name=name, emulate=True) for name, recipe in (ONLY | EXACT).items()}

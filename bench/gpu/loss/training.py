@@ -123,11 +123,12 @@ def without_copies(texts: Iterable[str]) -> Iterator[str]:
             yield text
 
 
-def read_tokens(folder: Path, part: str, context: int, device: torch.device) -> Tensor:
-    """The sequences of "training" or "held_out", int32 [sequences, context + 1] on `device`."""
+def texts(folder: Path, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The sequences to train on, and those held out, int32 [sequences, context + 1] on `device`."""
     with np.load(folder / "tokens.npz") as arrays:
-        tokens = torch.from_numpy(arrays[part].astype(np.int32)).to(device)
-    return tokens.unfold(0, context + 1, context)
+        parts = [torch.from_numpy(arrays[part].astype(np.int32)).to(device) for part in ("training", "held_out")]
+    training, held_out = (tokens.unfold(0, config.context + 1, config.context) for tokens in parts)
+    return training, held_out
 
 
 def reading_order(sequences: int, branch_step: int, batch: int, order: int | None) -> Tensor:
@@ -411,12 +412,6 @@ def error_of(g: Tensor, g_squared: Tensor, d: Tensor, d_squared: Tensor, *, batc
 
 
 # --- Files -----------------------------------------------------------------------------------------------------
-
-
-def texts(folder: Path, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The sequences to train on, and those held out."""
-    training, held_out = (read_tokens(folder, part, config.context, device) for part in ("training", "held_out"))
-    return training, held_out
 
 
 def rounded(losses: list[Tensor]) -> list[float]:
