@@ -433,17 +433,10 @@ def draw_matrices(model: nn.Module) -> None:
             nn.init.normal_(p, std=0.02)
 
 
-def llama_inputs(
-    config: LlamaConfig, tokens: int, part: tuple[int, int] = (0, 1)
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """x [1, T, width] with the tables of `rope_tables`, and dy, in BF16.
-
-    `part` is (index, count): the index-th of count parts of the sequence; all of it by default.
-    """
+def llama_inputs(config: LlamaConfig, tokens: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """x [1, T, width] with the tables of `rope_tables`, and dy, in BF16."""
     generator = torch.Generator(DEVICE).manual_seed(1)
-    drawn = (torch.randn(1, tokens, config.width, device=DEVICE, generator=generator) for _ in range(2))
-    index, count = part
-    x, dy = (t.to(torch.bfloat16).chunk(count, 1)[index].contiguous() for t in drawn)
+    x, dy = (torch.randn(1, tokens, config.width, device=DEVICE, generator=generator).bfloat16() for _ in range(2))
     return (x, *rope_tables(config, torch.arange(tokens, device=DEVICE))), dy
 
 

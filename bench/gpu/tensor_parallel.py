@@ -116,8 +116,9 @@ class Runner(harness.Passes):
             kind: Any = type(block)
             block.__class__ = code_of(mode, kind)
             block.compile(fullgraph=True, dynamic=False, options=options)
-        part = mesh.get_local_rank(), mesh.size()
-        super().__init__(model, *harness.llama_inputs(config, config.context, part))
+        (x, *tables), dy = harness.llama_inputs(config, config.context)
+        x, dy = (t.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous() for t in (x, dy))
+        super().__init__(model, (x, *tables), dy)
 
 
 def measure(names: list[str], config: LlamaConfig, mesh: DeviceMesh, rounds: int, *, compiled: bool = True) -> Results:

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.gpu.loss.model import WITHOUT
 from bench.gpu.loss.training import SHARE
-from bench.report.filler import MISSING, Fields, Result
+from bench.report.filler import MISSING, Fields, Result, Rows
 
 NAMES = {
     "bf16": "BF16",
@@ -55,17 +55,14 @@ def rise(study: Fields, mode: str) -> float | None:
     return None if mode == "bf16" else max(a / b - 1 for pair in pairs for a, b in pair)
 
 
-def frozen(results: Mapping[str, Result]) -> list[Fields]:
+def frozen(results: Mapping[str, Result]) -> Rows:
     """A row a study and a recipe: its forward pass on weights of the trunk, and of the BF16 branches at their end."""
-    rows = []
     for study in studies(results):
         for mode, files in study.frozen.items():
             ends = [each.gap for name, each in files.items() if name != "trunk"]
             if mode != "bf16":
-                at_trunk = files["trunk"].gap if "trunk" in files else None
                 end = sum(ends) / len(ends) if ends else None
-                rows.append(Fields(model=study.model, mode=named(mode), trunk=at_trunk, end=end))
-    return rows
+                yield {**files, "model": study.model, "mode": named(mode), "end": end}
 
 
 def gradients(results: Mapping[str, Result]) -> list[Fields]:
