@@ -46,7 +46,7 @@ NAME = ".lora_{}.default.weight"
 def build(mode: str, shape: LlamaConfig, scope: ExitStack) -> Any:
     """The model of a mode in adapters; the same weights and adapters in each. `scope` ends what a mode opens."""
     torch.manual_seed(0)
-    model, config = build_bf16(shape, DEVICE), LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS)
+    model, config = without_cache(shape), LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS)
     if mode.startswith(CONVERTED):
         octavo.convert(model)
     if mode.startswith(PACKED):
@@ -56,6 +56,13 @@ def build(mode: str, shape: LlamaConfig, scope: ExitStack) -> Any:
     model = in_adapters(model, config if mode.startswith(BASE) else support(config))
     if mode.startswith(CONVERTED):
         scope.enter_context(octavo.scales.cast_once(model))
+    return model
+
+
+def without_cache(shape: LlamaConfig) -> Any:
+    """The model in BF16. Compiled layers have one number, so with a cache they would read each other's keys."""
+    model = build_bf16(shape, DEVICE)
+    model.config.use_cache = False
     return model
 
 
@@ -106,7 +113,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def exact_gradients(mode: str) -> dict[str, Tensor]:
     """The same in float64, of the weights that the mode multiplies by."""
     torch.manual_seed(0)
-    model = build_bf16(SMALL, DEVICE)
+    model = without_cache(SMALL)
     for name, module in model.named_modules():
         head = name == "lm_head" and mode.endswith(FP8_HEAD)
         if head or (not mode.startswith(BASE) and name.endswith(tuple(TARGETS))):
