@@ -12,7 +12,7 @@ from calibration_examples import MODELS, watch_whole, whole_model, write_model
 from full_disk import files_of_at_most
 from packed_examples import LLAMA, examples, write_run
 from safetensors.torch import load_file, save_file
-from tiny_models import same_bits, with_slow
+from tiny_models import make_model, same_bits, with_slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import octavo
@@ -266,7 +266,15 @@ def test_a_layer_that_saw_no_token_is_named(tmp_path, data):
     said = r"encoder\.layer\.0\.crossattention\.self\.query saw no token .* \(4 layers of"
     with pytest.raises(ValueError, match=said):
         calibrate(folder, data, tmp_path / "out", prompts=FEW)
-    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]  # the work is gone too
+
+
+def test_a_layer_that_no_forward_pass_calls_stays_in_bf16(tmp_path, data):
+    folder = make_model(tmp_path / "esm", "esm")
+    calibrate(folder, data, tmp_path / "calibrated", prompts=FEW)
+    report = pack(folder, tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
+    assert report.skipped["esm.contact_head.regression"] == "training left it in BF16, or no text reached it"
+    assert verify(report.folder, folder).ok
 
 
 def test_bad_models(model, tmp_path, data):

@@ -99,7 +99,7 @@ def test_a_delayed_run_packs_its_forward_pass(runs, tmp_path, name):
     assert not torch.equal(fresh(tokens(9)), trained(tokens(9)))  # so the scales are not those of the tensors now
     assert json.loads((tmp_path / "out" / "octavo.json").read_text())["calibration"] == {"rule": "history"}
     if name == "llama":
-        assert report.skipped["model.layers.0.mlp.down_proj"] == "training left it in BF16"
+        assert report.skipped["model.layers.0.mlp.down_proj"] == "training left it in BF16, or no text reached it"
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert "model.layers.1.mlp.down_proj" in config["quantization_config"]["ignore"]
 

@@ -95,6 +95,8 @@ MODELS = {
     "bloom": ("BloomForCausalLM", UNLIMITED | {"n_layer": 2, "n_head": 4}),
     "mpt": ("MptForCausalLM", UNLIMITED | {"max_seq_len": 64, "d_model": 128, "n_heads": 4, "n_layers": 2}),
     "mamba": ("MambaForCausalLM", UNLIMITED | {"state_size": 8}),
+    "rwkv": ("RwkvForCausalLM", {"context_length": 64, "max_position_embeddings": ...}),
+    "esm": ("EsmForMaskedLM", {"pad_token_id": 1, "mask_token_id": 4, "position_embedding_type": "rotary"}),
     "hyv4": ("HYV4ForCausalLM", GROUPS | LATENT | {"index_n_heads": 2, "index_head_dim": 16, "pad_token_id": 0}),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
     "zamba2": (

@@ -12,8 +12,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -195,7 +195,7 @@ class CalibrationWorkdir:
                     "continue with those, or choose another folder for the result"
                 )
             return
-        with _continuing(), writing(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             replace_file(described, json.dumps(fingerprint, indent=1))
 
@@ -211,14 +211,6 @@ class CalibrationWorkdir:
         path = self.part(number) / SITES
         described = open_file(path).metadata() or {}
         return from_tensors(json.loads(described.get("sites", "null")), load_tensors(path), path)
-
-
-@contextmanager
-def _continuing() -> Iterator[None]:
-    try:
-        yield
-    except WriteError as error:
-        raise WriteError(f"{error}. The same command continues with the part of the work that it was in") from error
 
 
 # ---- From a BF16 model and text to the statistics of every tensor that would be quantized.
@@ -269,7 +261,13 @@ def calibrate(
     workdir = CalibrationWorkdir(out.parent / f".{out.name}.calibrating")
     with locked_folder(workdir.path):
         workdir.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
-        observed = _run_all(parts, chosen.batches(prompts.batch), workdir, progress)
+        try:
+            observed = _run_all(parts, chosen.batches(prompts.batch), workdir, progress)
+        except WriteError as error:
+            raise WriteError(f"{error}. The same command continues with the part of the work that it was in") from error
+        except ValueError:  # another text may be enough, and this work would refuse its settings
+            shutil.rmtree(workdir.path)
+            raise
         settings["data"] = chosen.report.to_dict()
         calibration = Calibration(observed, model_hash, settings, versions, len(chosen.ids), chosen.tokens)
         calibration.save(out)
@@ -288,7 +286,7 @@ def _run_all(
         for part in range(workdir.done(count), count):
             progress(part, count, doing)
             before = workdir.part(part - 1)
-            with _continuing(), whole_folder(workdir.part(part)) as after:
+            with whole_folder(workdir.part(part)) as after:
                 _run_part(parts, part, batches, observer, before, after)
                 sites = observer.take()
                 if 0 < part < count - 1:
@@ -303,7 +301,8 @@ def _run_all(
             for hidden in before.glob("hidden-*"):
                 hidden.unlink()
     observed = {name: site for part in range(count) for name, site in workdir.load(part).items()}
-    check_seen(observed, parts.outside(linears), "what is in no block")
+    called = {layer for site in observed.values() for layer in site.layers}  # not what ESM predicts contacts with
+    check_seen(observed, parts.outside(filter(called.__contains__, linears)), "what is in no block")
     progress(count, count, doing)
     return observed
 

@@ -157,6 +157,8 @@ class BlockModel:
         try:
             for module in replaced:
                 module.forward = partial(_call, lambda hidden, *args, **kwargs: hidden)
+            if self._head is not None:  # one logit a token, to which ESM adds a bias as wide as the vocabulary
+                self._head.forward = lambda hidden: hidden[..., :1]
             self._modules[index].forward = partial(_call, partial(block, real))
             self.model(input_ids=ids.to(self.device))
         except _Stop as stop:

@@ -146,7 +146,8 @@ def static_scales(
             why = "--scheme static stores scales of inputs" if others else "--kv-cache stores scales of keys and values"
             freeze = ", or find them with --freeze 64 --data TEXT" if others else ""
             raise ValueError(f"{why}: give --calibration, made by octavo calibrate{freeze}")
-        inputs = {name: calibration.scale(name, chosen).reshape(1) for name in others} | inputs
+        called = [name for name in others if name in calibration.layers]
+        inputs = {name: calibration.scale(name, chosen).reshape(1) for name in called} | inputs
         keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, chosen, source)
         record = {"rule": chosen, **calibration.record, "kv_cache": options.kv_cache}
     if rule:
@@ -238,7 +239,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     static = static_scales(source, schemes, experts, options)
     unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
     schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
-    left = linears | dict.fromkeys(unscaled, "training left it in BF16")
+    left = linears | dict.fromkeys(unscaled, "training left it in BF16, or no text reached it")
     chosen = ChosenLayers(schemes, experts.keys(), {name: why for name, why in left.items() if why}, static)
     check_groups([*linears, *experts], schemes)
     shapes = {name: tuple(source.specs[f"{name}.weight"].shape) for name in chosen.linears} | experts
