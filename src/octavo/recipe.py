@@ -39,7 +39,7 @@ import torch
 from octavo.numerics.cast_fields import nearest, read_cast, read_fields
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, block, group
 from octavo.numerics.scaling import History
-from octavo.util import parse_object
+from octavo.util import check_kinds, parse_object
 
 _OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
 GEMMS = tuple(_OPERANDS)
@@ -54,7 +54,7 @@ class Gemm:
         fast_accumulation: let the tensor core keep its partial sums at about 14 bits instead of promoting them.
 
     Raises:
-        TypeError: an operand is no `Cast`, such as the name of a format.
+        TypeError: an operand is no `Cast`, such as the name of a format, or `fast_accumulation` no bool.
 
     Example:
         >>> octavo.Recipe("mine", y=octavo.Gemm(octavo.Cast("e4m3"), octavo.Cast("e4m3")))  # dx and dw in BF16
@@ -72,6 +72,7 @@ class Gemm:
                     f"a Gemm takes the casts of its two operands, got {cast!r} ({type(cast).__name__}) for {operand}: "
                     f"give a Cast, such as {fix}"
                 )
+        check_kinds(vars(self), {"fast_accumulation": bool}, "a Gemm's ", TypeError)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Recipe:
             a constant, and not a recipe.
 
     Raises:
-        TypeError: y, dx or dw is neither a `Gemm` nor None.
+        TypeError: y, dx or dw is neither a `Gemm` nor None, or `emulate` or `exact_backward` no bool.
         ValueError: no GEMM takes these casts together, `rotate` names something else, or `exact_backward` does not fit.
     """
 
@@ -115,6 +116,7 @@ class Recipe:
                     f"recipe {self.name}: {name} must be a Gemm, or None for BF16, got {gemm!r} "
                     f"({type(gemm).__name__}): give Gemm(Cast(...), Cast(...))"
                 )
+        check_kinds(vars(self), {"emulate": bool, "exact_backward": bool}, f"recipe {self.name}: ", TypeError)
         if any(cast.format == "int8" for cast in self._casts):
             raise ValueError(f"recipe {self.name}: training takes FP8 formats, not int8, which is a packing scheme")
         if any(cast.by_row and cast.format == "e2m1" for cast in self._casts):

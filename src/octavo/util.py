@@ -94,7 +94,8 @@ def finite(value: Any) -> Any:
 
 
 _LONGEST = 300  # characters of another program's error
-_KINDS = {int: "a whole number", float: "a number", str: "a string", dict: "an object", NoneType: "null"}
+_KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+_KINDS |= {dict: "an object", NoneType: "null"}
 T = TypeVar("T")
 
 
@@ -147,7 +148,7 @@ def build(cls: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def check_kinds(
-    found: Mapping[str, Any], kinds: Mapping[str, Any], where: str = "", error: type[ValueError] = ValueError
+    found: Mapping[str, Any], kinds: Mapping[str, Any], where: str = "", error: type[Exception] = ValueError
 ) -> None:
     """Raise an `error`, which begins with `where`, unless each of `kinds` has a value of its kind in `found`. A kind is
     a type, `dict[str, KIND]` or `KIND | None`. An int is a float too, and a bool is neither."""

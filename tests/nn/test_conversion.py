@@ -4,6 +4,7 @@ import copy
 import io
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -69,6 +70,7 @@ REFUSED = [
     (lambda: octavo.convert(nn.Linear), rf"{MODULE} .*\.Linear.*: pass"),
     (lambda: octavo.convert(torch.ones(9, 9)), rf"{MODULE} a Tensor: pass"),
     (lambda: octavo.convert(ONE, octavo.recipe.PRESETS["rowwise"]), r"call it, rowwise\(\)"),
+    (lambda: octavo.convert(ONE, emulate="no"), "recipe rowwise: emulate must be true or false, got 'no'"),
     (lambda: octavo.convert(ONE, "rowise"), "rowwise, rowwise_dw_bf16"),
     (lambda: octavo.convert(ONE, skip=["block*"]), "matches no linear layer; the model has 1, named '0'$"),
     (lambda: octavo.convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)})), "every linear layer"),
@@ -369,14 +371,17 @@ def test_a_module_whose_forward_was_replaced_is_skipped_and_not_restored() -> No
     skipped = {name.split(".")[0] for name, reason in report.skipped.items() if "forward was replaced" in reason}
     assert (report.converted, skipped) == (["mlp"], {*model} - {"mlp"})
     model["mlp"].forward = model["mlp"].forward
-    with pytest.raises(ValueError, match="^mlp was converted, and then its forward was replaced.*remove_hook"):
-        octavo.restore(model)
+    for undo in (octavo.restore, partial(octavo.convert, skip=["mlp"])):
+        with pytest.raises(ValueError, match="^mlp was converted, and then its forward was replaced.*remove_hook"):
+            undo(model)
 
 
 def test_a_layer_that_was_parametrized_after_a_conversion_still_runs_its_recipe() -> None:
     model = converted_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     parametrizations.weight_norm(model[0])
-    assert skipped(model) == {"0": "it was parametrized after an earlier conversion: it still runs rowwise"}
+    for skip in ([], ["0"]):
+        still = {"0": "it was parametrized after an earlier conversion: it still runs rowwise"}
+        assert skipped(model, *skip) == still
     with pytest.raises(ValueError, match=r"^0 was converted and then parametrized.*remove_parametrizations"):
         octavo.restore(model)
     assert isinstance(model[1], octavo.nn.Linear)

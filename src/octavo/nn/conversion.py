@@ -119,13 +119,13 @@ def convert(
         parameters that stay in high precision, with their shares of the model's FLOPs and parameters.
 
     Raises:
-        TypeError: `model` is not a module, `recipe` neither a name nor a `Recipe`, or `skip` no list of
-            strings.
+        TypeError: `model` is not a module, `recipe` neither a name nor a `Recipe`, `skip` no list of strings, or
+            `emulate` no bool.
         ValueError: an unknown recipe, a lazy parameter without a shape, a glob of `skip` that matches nothing, no
-            linear layer left to convert, a GPU without the GEMMs of the recipe, or a `batch` with which the model
-            cannot be traced; with `fuse_loss`, a model whose logits are not the outputs of a linear layer without
-            bias, scaled or capped; with `attention="fp8"`, what `use_fp8_attention` refuses; with `recompute`, a recipe
-            or a model without MLPs and experts that run fused.
+            linear layer left to convert, a layer to restore whose forward was replaced, a GPU without the GEMMs of the
+            recipe, or a `batch` with which the model cannot be traced; with `fuse_loss`, a model whose logits are not
+            the outputs of a linear layer without bias, scaled or capped; with `attention="fp8"`, what
+            `use_fp8_attention` refuses; with `recompute`, a recipe or a model without MLPs and experts that run fused.
         RuntimeError: the forward pass fails with `batch`.
 
     Example:
@@ -154,7 +154,7 @@ def convert(
     device = weight.device if device is None else torch.device(device)
     recipe = choose_recipe(recipe, device)
     if emulate:
-        recipe = replace(recipe, emulate=True)
+        recipe = replace(recipe, emulate=emulate)  # which refuses "no"
     backends = gemm_backends(recipe, device)
     if head == "rowwise":
         _check_backends(rowwise(), gemm_backends(rowwise(), device))
@@ -174,6 +174,9 @@ def convert(
     layers = select_experts(experts, recipe, device, skip, only_if_faster=only_if_faster)
     stacks = _rows(layers)
     chosen = {row.name for row in (*rows, *stacks) if not row.reason}
+    for name, module, _ in (*products, *linears):
+        if not weights_of(name, module).keys() <= chosen:
+            _check_forward(name, module)
     for layer in (*products, *linears, *layers):
         _change(layer, recipe, chosen)
     if not recompute_hidden(model, recompute) and recompute and not only_if_faster:
@@ -478,11 +481,7 @@ def restore(model: nn.Module) -> list[str]:
                 f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
                 "restore works on a model before fully_shard, or on one sharded by larger units"
             )
-        if "forward" in vars(module):
-            raise ValueError(
-                f"{name} was converted, and then its forward was replaced, as Accelerate's hooks do: delete what "
-                "replaced it first (accelerate.hooks.remove_hook_from_submodules does for hooks)"
-            )
+        _check_forward(name, module)
         if is_parametrized(module):
             raise ValueError(
                 f"{name} was converted and then parametrized, which changed its class again: call "
@@ -492,6 +491,15 @@ def restore(model: nn.Module) -> list[str]:
     recompute_hidden(model, False)
     modules = list(model.named_modules())
     return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _undo_block(m) or _undo_torchao(m)]
+
+
+def _check_forward(name: str, module: nn.Module) -> None:
+    """Raise a ValueError if a converted layer, which is to be restored, has a forward that replaced ours."""
+    if isinstance(module, RecipeLayer) and "forward" in vars(module):
+        raise ValueError(
+            f"{name} was converted, and then its forward was replaced, as Accelerate's hooks do: delete what replaced "
+            "it first (accelerate.hooks.remove_hook_from_submodules does for hooks)"
+        )
 
 
 def _undo_block(module: nn.Module) -> bool:

@@ -116,14 +116,14 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
     outputs, inputs = shape_of(module)
     if id(weight) in tied:
         return "it shares its weight with the embedding"
-    if by_name := skipped_by_name(name, outputs, inputs, skip):
-        return by_name
     if is_fsdp_module(module) and isinstance(module, Linear):
         return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
-    if is_fsdp_module(module):
-        return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if isinstance(module, Linear) and is_parametrized(module):
         return f"it was parametrized after an earlier conversion: it still runs {module.recipe.name}"
+    if by_name := skipped_by_name(name, outputs, inputs, skip):
+        return by_name
+    if is_fsdp_module(module):
+        return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if id(module) in read:
         return read[id(module)]
     known = type(module) in (Linear, ParallelLinear) or is_of_library(module, "transformers", "Conv1D")
