@@ -75,6 +75,8 @@ def check(found, expected):
 )
 def test_the_head_is_found_with_what_is_done_to_its_outputs(name, device):
     model = make(name).to(device)
+    # 8 ranks, of which each has a part of the sequence, could run it
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, x: setattr(model, "parts", x[0].view(8, -1)))
     model.config.use_cache = False  # as `octavo train` sets it: transformers then looks for packed texts
     modes = [module.training for module in (model, next(model.children()).eval())]
     assert find_head(model) == MODELS[name][2]

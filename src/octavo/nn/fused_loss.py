@@ -317,8 +317,8 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def find_head(model: Any, *, with_loss: bool = False) -> Head | None:
     """The head of a causal model; None unless its logits are scaled or capped outputs of a linear layer without bias.
 
-    Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device. With `with_loss` it gets labels,
-    and the logits are what it gives to its `loss_function`; None if it computes the loss in another way.
+    Runs `model` once, in evaluation mode, on a few tokens; it may be on the meta device. With `with_loss` it gets
+    labels, and the logits are what it gives to its `loss_function`; None if it computes the loss in another way.
     """
     following = _Following()
     given: list[Any] = []
@@ -333,7 +333,7 @@ def find_head(model: Any, *, with_loss: bool = False) -> Head | None:
             if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
                 stack.enter_context(module.register_forward_hook(following.note(name)))
         model.eval()
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+        tokens = torch.zeros(1, 8, dtype=torch.int64, device=next(model.parameters()).device)  # for up to 8 ranks
         if with_loss:
             model._loss_function = ask
             stack.callback(delattr, model, "_loss_function")
