@@ -3,6 +3,7 @@
 import pytest
 import torch
 from generation_examples import answers, batch, model_of, pair, prompts
+from tiny_models import built
 from transformers import DeepseekV3Config, Gemma2Config, Qwen3NextConfig
 
 import octavo
@@ -10,7 +11,7 @@ from octavo.calibration.calibrator import Calibration
 from octavo.inference.kv_cache import LayerKVCache, UnservedError
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import pad_prompts, read_prompts
-from octavo.inference.transformers_cache import CACHE, QuantizedKVCache, scales_from_calibration
+from octavo.inference.transformers_cache import CACHE, OwnCacheSession, QuantizedKVCache, scales_from_calibration
 
 CPU = torch.device("cpu")
 ONE, NONE = torch.ones(1), Calibration({}, "", {}, {}, 0, 0)
@@ -79,6 +80,7 @@ ROWS = {
     "gemma2": (lambda: cache_of(Gemma2Config(sliding_window=99)), UnservedError, r"without a softcap \(attn_logit"),
     "deepseek": (lambda: cache_of(DeepseekV3Config()), UnservedError, "the same head size, got 192 and 128"),
     "qwen3next": (lambda: cache_of(Qwen3NextConfig()), UnservedError, r"of the kind \['linear_attention'\]"),
+    "rwkv": (lambda: OwnCacheSession(built("rwkv")), UnservedError, "takes no cache: octavo.load"),
     "no tokens": (lambda: cache_of(max_tokens=0), ValueError, "at least one token"),
     "dtype of a cache": (lambda: cache_of(dtype="e4m3"), ValueError, "unknown dtype 'e4m3'"),
     "warm-up": (lambda: cache_of(warm_up="never"), ValueError, "'prompt' or 'manual', got 'never'"),

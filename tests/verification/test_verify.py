@@ -29,7 +29,7 @@ from octavo.verification.stored_files import CheckpointFiles, read_files
 
 DOWN = "model.layers.0.mlp.down_proj"
 # Decoders that are not fused, and mixtures whose experts are packed.
-UNFUSED = ("falcon", "bloom", "mpt", "mamba", "hyv4")  # FalconLinear; no max_position_embeddings; as deepseekv32
+UNFUSED = ("falcon", "bloom", "mpt", "mamba", "hyv4", "rwkv")  # FalconLinear; no max_position_embeddings; deepseekv32
 MIXTURES = ("phimoe", "laguna", "deepseekv32", "hunyuan moe")
 ENDLESS = ("bloom", "mamba", "t5", "t5 encoder", "t5 trunk")  # that state no largest number of positions
 # Models whose outputs are hidden states, not logits.
@@ -109,7 +109,7 @@ def check_quality(name, options, report):
     names = [layer.name for layer in report.layers]  # state-space layers read that of dt_proj without a call
     assert not any(layer.endswith((".dt_proj", ".weights_proj")) for layer in names)
     if name in UNFUSED:
-        assert len(names) == {"mamba": 6, "hyv4": 22}.get(name, 8)
+        assert len(names) == {"mamba": 6, "rwkv": 14, "hyv4": 22}.get(name, 8)
     ran = [layer.output_sqnr for layer in report.layers if layer.output_sqnr is not None]
     assert len(ran) == len(names) - name.endswith("masked")
     assert 25 < min(ran) <= max(ran) < {"int8": 45, "weight": 33}.get(options.get("scheme", ""), 32)

@@ -194,6 +194,8 @@ def measured_part(model: Any, logits: bool) -> Any:
     """The module whose outputs are measured: the model, or without `logits` the part below its head that takes its
     input, which the `base_model` of DINOv3 does not."""
     part = model if logits else getattr(model, "base_model", model)
+    if part is model and not logits and not has_decoder(model):  # a classifier of sounds gives a few numbers
+        part = getattr(model, "encoder", model)
     return part if part is model or model.main_input_name in inspect.signature(part.forward).parameters else model
 
 
@@ -372,6 +374,8 @@ def _model(transformers: Any, config: Any) -> Any:
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if named is None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
+    if hasattr(config, "rescale_every"):  # RWKV would divide weights in place, which only float16 needs
+        config.rescale_every = 0
     make = transformers.AutoModelForCausalLM.from_config if named is None else named._from_config
     with torch.device("meta"):
         model: Any = make(config, dtype=UNQUANTIZED_DTYPE)

@@ -14,7 +14,9 @@ none. Importing this module imports transformers; `import octavo` does not impor
 """
 
 import inspect
-from typing import Any, Self
+import threading
+from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -290,12 +292,15 @@ def left_padding(
 class TransformersForward:
     """A causal language model of transformers with a cache; an UnservedError if the cache does not serve it."""
 
+    locks: ClassVar[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()  # of models: a pass changes what another reads
+
     def __init__(self, model: Any, max_tokens: int, dtype: str | None, scales: Pairs | None) -> None:
         if model.config.is_encoder_decoder or not model._supports_attention_backend:
             raise UnservedError(f"{type(model).__name__} does not take an attention from outside")
         if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
             raise UnservedError(f"{type(model).__name__} has attention sinks, which the cache does not serve")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
+        self.lock = self.locks.setdefault(model, threading.Lock())
         self.passed = QuantizedKVCache(model.config, max_tokens, dtype, scales=scales, warm_up="manual")
         self.cache = self.passed.model_cache
         self.keeps = model._supports_logits_to_keep()  # as indices too, whose rows are contiguous
@@ -312,23 +317,24 @@ class TransformersForward:
         self.cache.only_last = self.ends_early and (kept is None or len(kept) == 0)
         if kept is None and not self.cache.only_last and tokens.shape[1] > 1:  # the head multiplies a slice by sequence
             kept = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
-        before, self.config._attn_implementation = self.config._attn_implementation, ATTENTION
-        rotary = None if self.rotary is None or "forward" in vars(self.rotary) else self.rotary  # accelerate sets one
-        if rotary is not None:
-            rotary.forward = self._rotate
-        try:
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=first,
-                position_ids=self.cache.positions(tokens),
-                use_cache=True,
-                **{CACHE: self.passed},
-                **({"logits_to_keep": 1 if kept is None else kept} if self.keeps else {}),
-            )
-        finally:
-            self.config._attn_implementation = before
+        with self.lock:
+            before, self.config._attn_implementation = self.config._attn_implementation, ATTENTION
+            rotary = None if self.rotary is None or "forward" in vars(self.rotary) else self.rotary  # as hooks set it
             if rotary is not None:
-                del rotary.forward
+                rotary.forward = self._rotate
+            try:
+                output = self.model(
+                    input_ids=tokens,
+                    attention_mask=first,
+                    position_ids=self.cache.positions(tokens),
+                    use_cache=True,
+                    **{CACHE: self.passed},
+                    **({"logits_to_keep": 1 if kept is None else kept} if self.keeps else {}),
+                )
+            finally:
+                self.config._attn_implementation = before
+                if rotary is not None:
+                    del rotary.forward
         return output.logits if self.keeps or kept is None else output.logits.index_select(1, kept)
 
     def _rotate(self, x: Tensor, position_ids: Tensor, *args: Any, **keywords: Any) -> Any:
@@ -353,7 +359,9 @@ class OwnCacheSession:
     """A session as the engine calls it (`octavo.inference.session.Session`). A prompt is one forward pass."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.takes_positions = model, "position_ids" in inspect.signature(model.forward).parameters
+        if CACHE not in (takes := inspect.signature(model.forward).parameters):
+            raise UnservedError(f"{type(model).__name__} takes no cache: octavo.load(FOLDER).generate runs it")
+        self.model, self.takes_positions = model, "position_ids" in takes
         self.keeps = model._supports_logits_to_keep()
         self.cache: Any = None
         self.end = 0
