@@ -1,8 +1,5 @@
 """The engine: sessions that stay, and texts of models of ours."""
 
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from generation_examples import DTYPES, answers, batch, model_of, pair, sessions
@@ -294,13 +291,12 @@ def test_the_angles_of_all_positions_are_computed_once(rope, hooked, calls, monk
 
 
 def test_engines_of_one_model_run_their_passes_one_at_a_time():
-    model, running, most = model_of("llama"), [], []
-    model.register_forward_pre_hook(lambda *_: running.append(1) or most.append(len(running)) or time.sleep(0.01))
-    model.register_forward_hook(lambda *_: running.clear())
-    engines = [Engine(model, context=32) for _ in range(2)]
-    with ThreadPoolExecutor() as threads:
-        one, other = threads.map(lambda engine: list(engine.generate([[5, 6, 7]], 4, GREEDY)), engines)
-    assert (one, max(most)) == (other, 1)
+    model, held = model_of("llama"), []
+    first, other = (Engine(model, context=32)._session(1, 8).forward for _ in range(2))
+    model.register_forward_pre_hook(lambda *_: held.append(other.lock.locked()))
+    with torch.no_grad():
+        first(torch.tensor([[5]]))
+    assert (held, other.lock.locked()) == ([True], False)
 
 
 def test_complex_angles_and_those_of_other_arguments_have_no_tables(monkeypatch):

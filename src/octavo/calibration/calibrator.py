@@ -199,10 +199,6 @@ class CalibrationWorkdir:
             self.path.mkdir(parents=True, exist_ok=True)
             replace_file(described, json.dumps(fingerprint, indent=1))
 
-    def done(self, count: int) -> int:
-        """The first of `count` parts that is still to run."""
-        return next((part for part in range(count) if not self.part(part).is_dir()), count)
-
     def part(self, number: int) -> Path:
         return self.path / f"part-{number:03d}"
 
@@ -283,7 +279,7 @@ def _run_all(
     observer = Observer(parts.model, linears, parts.experts)
     count, doing = len(parts.blocks) + 2, "calibrating, block by block"
     with observer.watch(), parts.loaded_frame():
-        for part in range(workdir.done(count), count):
+        for part in (part for part in range(count) if not workdir.part(part).is_dir()):
             progress(part, count, doing)
             before = workdir.part(part - 1)
             with whole_folder(workdir.part(part)) as after:

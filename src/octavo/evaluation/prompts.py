@@ -96,10 +96,10 @@ def open_prompts(
     prompts = read_prompts(data, tokenizer, replace(options, context=context))
     if on_read is not None:
         on_read(prompts.report)
-    if (largest := max(map(max, prompts.ids))) >= model.vocabulary:
+    if (largest := max(map(max, prompts.ids))) >= (rows := model.require_text().num_embeddings):
         raise ArtifactError(
-            f"the tokenizer in {folder} gives the id {largest}, the model has {model.vocabulary} embeddings: the "
-            "tokenizer is of another model"
+            f"the tokenizer in {folder} gives the id {largest}, the model has {rows} embeddings: the tokenizer is of "
+            "another model"
         )
     return prompts
 

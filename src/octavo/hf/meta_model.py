@@ -248,11 +248,6 @@ class MetaModel:
         self.require_text()
         return self.positions
 
-    @property
-    def vocabulary(self) -> int:
-        """The number of rows of the token embedding. An ArtifactError if there is none."""
-        return self.require_text().num_embeddings
-
     def require_text(self) -> nn.Embedding:
         """The token embedding. An ArtifactError, which says what to do, if the model takes anything else."""
         embedding, both = token_embedding(self.model), takes_both(self.model)

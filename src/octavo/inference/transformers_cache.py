@@ -15,7 +15,7 @@ none. Importing this module imports transformers; `import octavo` does not impor
 
 import inspect
 import threading
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -212,6 +212,7 @@ def _check_model(config: Any, max_tokens: int) -> None:
 
 
 ATTENTION = "octavo"
+_PASSES: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()  # of a model: each changes what others read
 
 
 def register_attention() -> None:
@@ -292,15 +293,13 @@ def left_padding(
 class TransformersForward:
     """A causal language model of transformers with a cache; an UnservedError if the cache does not serve it."""
 
-    locks: ClassVar[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()  # of models: a pass changes what another reads
-
     def __init__(self, model: Any, max_tokens: int, dtype: str | None, scales: Pairs | None) -> None:
         if model.config.is_encoder_decoder or not model._supports_attention_backend:
             raise UnservedError(f"{type(model).__name__} does not take an attention from outside")
         if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
             raise UnservedError(f"{type(model).__name__} has attention sinks, which the cache does not serve")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
-        self.lock = self.locks.setdefault(model, threading.Lock())
+        self.lock = _PASSES.setdefault(model, threading.Lock())
         self.passed = QuantizedKVCache(model.config, max_tokens, dtype, scales=scales, warm_up="manual")
         self.cache = self.passed.model_cache
         self.keeps = model._supports_logits_to_keep()  # as indices too, whose rows are contiguous
