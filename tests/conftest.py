@@ -13,20 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from _pytest.runner import runtestprotocol
 
+# PyTorch is imported in functions, as the process that hands tests out to workers needs none, and they wait for it.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the processes share the cores; with a thread for each core in each they are far slower
+    os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores, and with a thread for each core they are far slower
 os.fsync = lambda _: None  # a test's files need not survive a power cut; the disk takes 2 ms for each of 15,000 calls
 gc.set_threshold(50_000)  # the default, 700 objects, starts a collection in every few calls of a model
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With -m gpu a file without such a test is not imported: a GPU machine may lack what it needs."""
-    only_gpu = config.getoption("markexpr") == "gpu" and collection_path.name.startswith("test_")
-    is_file = only_gpu and collection_path.suffix == ".py"
-    return True if is_file and "mark.gpu" not in collection_path.read_text() else None
+    """A file without a test to run is not imported: a GPU machine may lack what it needs, and a quick run waits."""
+    chosen, is_test = config.getoption("markexpr"), collection_path.match("test_*.py")
+    if is_test and chosen == "gpu":
+        return "mark.gpu" not in collection_path.read_text() or None
+    if is_test and chosen == "not gpu and not slow":
+        return bool(re.search(r"^pytestmark = .*mark\.(gpu|slow)", collection_path.read_text(), re.M)) or None
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,6 +47,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -71,6 +76,8 @@ def _freeze() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     # Without a device, torch.manual_seed keeps the stack of its caller for each kind of device that may come.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
@@ -88,9 +95,11 @@ def default_signals() -> Iterator[None]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """This process is the only one of a group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
-    torch.distributed.destroy_process_group()
+    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -158,6 +167,8 @@ def read_once() -> Callable[..., Any]:
 @pytest.fixture
 def octavo(monkeypatch, capsys, read_once):
     """octavo(*words): (exit code, standard output, standard error) of that command, run in this process."""
+    import torch
+
     from octavo_cli import main
 
     monkeypatch.setattr("typer.main.get_command", read_once)

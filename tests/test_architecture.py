@@ -115,6 +115,12 @@ def loaded_at_import(source: str) -> set[str]:
     return {each.module.split(".")[0] for each in imports_in(source) if not each.hidden and not each.for_types}
 
 
+@cache
+def imports() -> dict[str, set[str]]:
+    """What each module of `octavo` imports of ours. Collecting the tests does not wait for it."""
+    return {name: imports_of(source, set(SOURCES)) for name, source in SOURCES.items()}
+
+
 def upward(module: str, imports: set[str]) -> set[str]:
     """The imports that do not run downward, or stay in the package."""
     package = package_of(module)
@@ -140,7 +146,6 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 REFERENCE = {f"octavo.verification.{module}" for module in ("stored_files", "layer_spec", "checks")}
-IMPORTS = {name: imports_of(source, set(SOURCES)) for name, source in SOURCES.items()}
 KERNELS = {name for name in SOURCES if name.startswith("octavo.ops.kernels.")}
 # An operation's file has its checks, its reference and the registered function. What operations and kernels both
 # import registers, launches and chooses, and holds constants, but computes nothing; the tiles are of kernels alone.
@@ -161,11 +166,11 @@ def broken(rule: Callable[[str], Iterable[object]], modules: Iterable[str]) -> d
 def test_every_package_has_its_layer():
     assert {package_of(name) for name in SOURCES} <= RANK.keys()
     assert {"octavo.numerics.scaling", "octavo.ops.gemm", "octavo"} <= SOURCES.keys()
-    assert "octavo.numerics.formats" in IMPORTS["octavo.numerics.scaling"]
+    assert "octavo.numerics.formats" in imports()["octavo.numerics.scaling"]
 
 
 def test_imports_run_downward():
-    assert broken(lambda name: upward(name, IMPORTS[name]), SOURCES) == {}
+    assert broken(lambda name: upward(name, imports()[name]), SOURCES) == {}
 
 
 def test_every_import_of_ours_is_of_a_module_that_exists():
@@ -183,7 +188,7 @@ def test_octavo_never_imports_its_command_line():
 
 def test_there_are_no_cycles():
     # What a package's __init__ gathers is imported with it: `from octavo.a import b` waits for all of octavo.a.
-    assert cycle(IMPORTS) == []
+    assert cycle(imports()) == []
 
 
 def test_no_import_hides_in_a_function():
@@ -204,7 +209,7 @@ def test_imports_are_absolute():
 
 
 def of_ops(name: str) -> set[str]:
-    return {found for found in IMPORTS[name] if package_of(found) == "ops"}
+    return {found for found in imports()[name] if package_of(found) == "ops"}
 
 
 def test_a_reference_and_its_kernels_share_nothing():
@@ -226,7 +231,7 @@ def test_nothing_reaches_into_an_operation():
 
     def inner(name: str) -> set[str]:
         references = {n for operation in OPERATIONS for n in names_from(SOURCES[name], operation) if "reference" in n}
-        return IMPORTS[name] & KERNELS | references
+        return imports()[name] & KERNELS | references
 
     assert broken(inner, SOURCES.keys() - OPERATIONS - KERNELS) == {}
 
@@ -234,7 +239,7 @@ def test_nothing_reaches_into_an_operation():
 def test_the_reference_of_verification_shares_nothing_with_packing():
     """It reads the format a second time, so it uses no code that casts, packs or loads."""
     allowed = REFERENCE | {"octavo.evaluation.metrics", "octavo.util"}
-    assert broken(lambda name: reachable(name, IMPORTS) - allowed, REFERENCE) == {}
+    assert broken(lambda name: reachable(name, imports()) - allowed, REFERENCE) == {}
 
 
 def test_no_function_bears_the_name_of_its_module():
@@ -352,7 +357,7 @@ def test_the_rules_see_what_they_forbid():
         assert CLOCK.search(line)
     assert not CLOCK.search("from datetime import timedelta")
     assert not REFERENCE - SOURCES.keys()
-    assert not reachable("octavo.verification.readers", IMPORTS) <= REFERENCE
+    assert not reachable("octavo.verification.readers", imports()) <= REFERENCE
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
     assert broken(lambda name: {name} & {"a"}, "ab") == {"a": ["a"]}
     faulty = 'def f(x):\n    "Remove it."\n    raise ValueError(f"{x} is damaged: delete it")'
