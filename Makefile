@@ -17,8 +17,10 @@ export PYTHONDONTWRITEBYTECODE :=
 	touch $@
 
 # Not the files that few tests import. Some of the others are templates, which are not Python.
+RARE := tests|transformers/(models|exporters|pipelines)|pip|mypyc?|setuptools|fontTools|selenium|sklearn|joblib|google
+RARE := $(RARE)|narwhals|sympy/(physics|stats)|scipy/signal|pygments/lexers|torch/(testing|_vendor)|torchao/prototype
 .venv/compiled: .venv/installed
-	$(BIN)/python -m compileall -qq -j 0 -x "/(tests|transformers/models|pip|mypy|setuptools|fontTools)/" .venv/lib src || true
+	$(BIN)/python -m compileall -qq -j 0 -x "/($(RARE))/" .venv/lib src || true
 	touch $@
 
 help:  ## show this list

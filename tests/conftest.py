@@ -22,14 +22,14 @@ os.fsync = lambda _: None  # a test's files need not survive a power cut; the di
 gc.set_threshold(50_000)  # the default, 700 objects, starts a collection in every few calls of a model
 
 
+# For an option -m, what the files say that have no test to run.
+WITHOUT = {"gpu": r"\A(?!(?s:.*)mark\.gpu)", "not gpu and not slow": r"(?m)^pytestmark = .*mark\.(gpu|slow)"}
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file without a test to run is not imported: a GPU machine may lack what it needs, and a quick run waits."""
-    chosen, is_test = config.getoption("markexpr"), collection_path.match("test_*.py")
-    if is_test and chosen == "gpu":
-        return "mark.gpu" not in collection_path.read_text() or None
-    if is_test and chosen == "not gpu and not slow":
-        return bool(re.search(r"^pytestmark = .*mark\.(gpu|slow)", collection_path.read_text(), re.M)) or None
-    return None
+    without = WITHOUT.get(config.getoption("markexpr")) if collection_path.match("test_*.py") else None
+    return True if without and re.search(without, collection_path.read_text()) else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 
 import octavo
 from octavo import util
@@ -96,7 +97,6 @@ def test_a_missing_module_says_what_needs_it_and_how_to_install_it_from_a_clone(
 
 @pytest.mark.parametrize("auto", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])
 def test_a_folder_that_needs_its_own_code_is_refused_without_a_question(tmp_path, monkeypatch, auto):
-    transformers = pytest.importorskip("transformers")
     described = {"model_type": "mine", "auto_map": {"AutoConfig": "code.C", auto: "code.M"}}
     (tmp_path / "config.json").write_text(json.dumps(described))
     own_tokenizer = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.T", None]}}
@@ -108,7 +108,6 @@ def test_a_folder_that_needs_its_own_code_is_refused_without_a_question(tmp_path
 
 
 def test_a_model_that_transformers_implements_is_opened_beside_an_auto_map(tmp_path):
-    transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", "auto_map": {"AutoConfig": "code.C"}}))
     assert util.open_local(transformers.AutoConfig, tmp_path).model_type == "phi3"
 
@@ -132,14 +131,10 @@ def gpus(monkeypatch):
     return see
 
 
-@pytest.mark.parametrize(("count", "chosen"), [(0, "cpu"), (2, "cuda")])
-def test_auto_is_the_gpu_where_there_is_one(gpus, count, chosen):
-    gpus(count)
-    assert util.choose_device("auto") == torch.device(chosen)
-
-
-def test_a_device_that_is_there_is_taken(gpus):
-    gpus(2)
+def test_auto_is_the_gpu_where_there_is_one_and_a_device_that_is_there_is_taken(gpus):
+    for count, chosen in ((0, "cpu"), (2, "cuda")):
+        gpus(count)
+        assert util.choose_device("auto") == torch.device(chosen)
     for device in ("cpu", "meta", "cuda", "cuda:1", torch.device("cuda", 0)):
         assert util.choose_device(device) == torch.device(device)
 

@@ -17,7 +17,6 @@ from typing import Any
 import attention_fp8_oracle
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from torch import Tensor
 
@@ -235,7 +234,8 @@ def test_embeddings_are_compared_by_direction_and_by_rank() -> None:
     pairs = [(i, j) for i in range(6) for j in range(i)]
     units = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (turned.numpy(), exact.numpy()))
     ours, theirs = ([float(unit[i] @ unit[j]) for i, j in pairs] for unit in units)
-    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(ours, theirs).statistic)
+    ranks = [np.argsort(np.argsort(each)) for each in (ours, theirs)]
+    assert found["spearman"] == pytest.approx(np.corrcoef(ranks)[0, 1])
 
 
 @pytest.mark.slow

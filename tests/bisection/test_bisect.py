@@ -6,7 +6,7 @@ import warnings
 import pytest
 from ranks import run_ranks
 from rich.console import Console
-from tiny_models import make_model
+from tiny_models import make_model, with_slow
 from tiny_runs import SMALLEST, one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
 from octavo.bisection import Part, ShortRuns, bisect, find_checkpoint
@@ -113,7 +113,7 @@ def test_an_interrupted_search_continues(settings, tmp_path):
     assert more.runs == 6
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", with_slow(["delayed", "rowwise"], ("rowwise",)))
 def test_it_starts_from_a_checkpoint_of_any_recipe(settings, tmp_path, recipe):
     run = settings(recipe="delayed", steps=4)
     start_run(run, Console(quiet=True)).run()

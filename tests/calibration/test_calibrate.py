@@ -51,7 +51,7 @@ SHARED = {  # of some kinds, layers that read one tensor
 }
 
 
-@pytest.mark.parametrize("kind", with_slow(["gpt2", *MODELS]))
+@pytest.mark.parametrize("kind", with_slow(["gpt2", *MODELS], ("gpt2", "llama")))
 def test_every_site_has_the_statistics_of_the_model_run_at_once(kind, tmp_path, data):
     folder = write_model(tmp_path / kind, kind)
     found = calibrate(folder, data, tmp_path / "out", prompts=PROMPTS)
@@ -196,7 +196,7 @@ def run_until(llama, data, out, part, call, monkeypatch):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("part", [0, 2])
 def test_a_killed_run_goes_on_with_its_block(part, llama, expected, tmp_path, data, monkeypatch):
     run_until(llama, data, tmp_path / "out", part, 3, monkeypatch)
     ran, steps = [], []
@@ -361,7 +361,7 @@ def mixture(tmp_path_factory, data):
     return run, root / "calibrated"
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize("name", with_slow(["llama", "gpt2", "qwen2"], ("gpt2",)))
 def test_a_run_has_the_statistics_of_its_model(name, tmp_path, data):
     model, hf, settings = examples()[name]
     run = write_run(tmp_path / "run", model, hf, **settings)

@@ -53,8 +53,8 @@ UNTESTED = {
 # The pages of the learning path go on with each other's names and files. Every other page runs by itself.
 LESSONS = tuple(page for page in PAGES if page.startswith("docs/learn/"))
 GROUPS = [pages for pages in (LESSONS, *((page,) for page in PAGES if page not in LESSONS)) if pages]
-PAGES_OF_SECONDS = ("bisect", "inspect", "learn/1_gpt", "quickstart", "report", "rl", "runs", "troubleshooting")
-SLOW = {f"docs/{name}.md": pytest.mark.slow for name in PAGES_OF_SECONDS}
+PAGES_OF_SECONDS = "bisect inspect integrations learn/1_gpt packing quickstart report rl runs serving troubleshooting"
+SLOW = {f"docs/{name}.md": pytest.mark.slow for name in PAGES_OF_SECONDS.split()}
 
 Octavo = Callable[..., tuple[int, str, str]]
 

@@ -13,11 +13,8 @@ README, INDEX = ((ROOT / page).read_text() for page in ("README.md", "docs/index
 CONF = runpy.run_path(str(ROOT / "docs" / "conf.py"))  # imports nothing of Sphinx
 
 
-def test_it_is_read_in_two_minutes() -> None:
+def test_readme_is_short_has_the_table_of_the_results_and_leads_to_the_index() -> None:
     assert len(README.splitlines()) <= 160
-
-
-def test_its_table_is_that_of_the_results_and_it_leads_to_the_index() -> None:
     assert all(part in (ROOT / page).read_text() for (page, _), part in pages.parts(load()).items()), "run make docs"
     assert "](docs/performance/gains.svg)" in README
     assert "](docs/index.md)" in README

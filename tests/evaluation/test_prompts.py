@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_models import with_slow
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -121,7 +122,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", with_slow(HOSTILE, ("loops", "a repetition")))
 def test_a_chat_template_has_bounds_of_time_and_memory(tmp_path, byte_tokens, monkeypatch, name):
     monkeypatch.setattr("octavo.data.chat.SECONDS", 1)
     monkeypatch.setattr("octavo.data.chat.MEGABYTES", 100)

@@ -176,7 +176,7 @@ def test_an_error_in_the_middle_leaves_the_engine_usable():
     ],
     ids=["dictionary", "no cache", "a cache", "positions", "beams", "lookup", "assistant"],
 )
-@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_cache", with_slow(["auto", "fp8"], ("auto",)))
 def test_what_the_engine_does_not_cover_is_transformers_own(settings, reason, kv_cache):
     model, fast = pair("llama", kv_cache=kv_cache)
 

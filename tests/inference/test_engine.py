@@ -193,7 +193,7 @@ def test_the_head_reads_contiguous_rows_once_for_all_pieces_of_a_prompt(name, ow
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kv_cache", ["fp32", "fp8"])
-@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
+@pytest.mark.parametrize("name", with_slow(["ours", "gpt2", "llama", "qwen3", "packed"], ("ours", "llama", "packed")))
 def test_prompts_in_groups_and_in_pieces_are_those_of_one_pass(name, kv_cache, padded, made, monkeypatch):
     """The rounding of a CPU's GEMMs depends on the number of rows."""
     model, scale, found = served(name, made), torch.tensor([0.05]), []
@@ -228,7 +228,7 @@ def test_the_last_layer_of_a_packed_model_goes_on_with_the_last_token_of_a_promp
 
 
 @pytest.mark.parametrize("kv_cache", with_slow(["bf16", "fp8 warm", "fp8", "int8 warm"], ("bf16", "fp8 warm")))
-@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
+@pytest.mark.parametrize("name", with_slow(["ours", "gpt2", "llama", "qwen3", "packed"], ("ours", "llama", "packed")))
 def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, made, monkeypatch):
     """A GPU replays such prompts as CUDA graphs. Here they run eagerly, and the text goes on behind each prompt. The
     GEMMs of a CPU round in another order for another number of rows, so the prompt alone has close logits."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from generation_examples import DTYPES, LARGEST, Emulated, greedy, model_of, prompts
 from operation_counts import operations
+from tiny_models import with_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
@@ -32,7 +33,7 @@ def check(name: str, dtype: str, padded: bool, scales=None) -> QuantizedKVCache:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", with_slow(["llama", "mistral", "qwen2", "qwen3"], ("llama", "mistral")))
 def test_generation_is_that_of_rounded_keys_and_values(name, dtype, padded):
     """With padding, scales are given: a warm-up counts the padding, whose keys differ between the attentions."""
     scales = [(torch.tensor([0.03]), torch.tensor([0.02]))] * 2 if padded and dtype != "bf16" else None
@@ -217,7 +218,7 @@ def run(model, cache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", with_slow(NAMES, ("llama", "qwen3")))
 def test_the_logits_are_those_of_transformers_own_forward(name, dtype, padded):
     inputs, found, caches = prompts(padded), [], []
     for model in both(name):

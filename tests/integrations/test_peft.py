@@ -10,7 +10,7 @@ from linear_examples import converted_model
 from metrics import sqnr
 from operation_counts import operations
 from other_writers import WRITERS
-from tiny_models import IDS, outputs, same_bits
+from tiny_models import IDS, outputs, same_bits, with_slow
 from transformers import AutoModelForCausalLM
 
 import octavo
@@ -163,7 +163,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("writer", OTHERS)
+@pytest.mark.parametrize("writer", with_slow(OTHERS, ("compressed-tensors FP8", "DeepSeek", "ModelOpt", OTHERS[3])))
 def test_gradients_around_folders_of_other_programs(writer, tmp_path):
     """Of each layer by itself, and of the model."""
     with warnings.catch_warnings():

@@ -13,6 +13,7 @@ from fused_oracle import geglu, gelu, linears, swiglu, tokens
 from linear_examples import QUANTIZED, K, N, SelfAttention, T, converted, converted_model, exact_gradients
 from metrics import sqnr
 from operation_counts import operations, saved_tensors
+from tiny_models import with_slow
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -73,7 +74,8 @@ RECIPES = {
     "grouped": ("rowwise", "blockwise", "mxfp8"),
 }
 CASES = [(name, recipe) for name in MODULES for recipe in RECIPES.get(name, ("rowwise",))]
-each = pytest.mark.parametrize(("name", "recipe"), CASES)
+QUICK = {("linear", recipe) for recipe in ("rowwise", "mxfp8", "nvfp4", "rowwise_dw_bf16", ROTATED[3])}
+each = pytest.mark.parametrize(("name", "recipe"), with_slow(CASES, QUICK | MODULES.keys() - {"linear"}))
 OF_ONE_SHAPE = ("convolution", "attention", "encoder", "experts", "grouped")
 
 

@@ -102,9 +102,10 @@ def test_files_that_only_a_gpu_runs_call_operations_with_all_their_arguments():
 
 
 # One of those that differ in numbers and strings alone, such as formats and granularities. Other tests take them all.
+EVERY = [*cases((5, 70)), *others(), *of_gemm_and_attention(), *of_loss()]
 KINDS = {
     f"{name} {tree_map_only((Tensor, str), lambda value: getattr(value, 'dtype', str), values)}": (name, values)
-    for name, values in (*cases((5, 70)), *others(), *of_gemm_and_attention(), *of_loss())
+    for name, values in EVERY
 }
 
 
@@ -133,13 +134,15 @@ def test_results_on_the_meta_device(name, values):
 CONSTANTS = {"append_kv": {2}, "rotate_append": {2}, "fp8_attention_backward": {7}, "gather_quantize": {2}}
 
 
-@each(cases((5, 70)), others(), of_gemm_and_attention(), of_loss())
-def test_sizes_stay_variables_in_compiled_code(name, values):
+@pytest.mark.parametrize("cases", [KINDS.values(), pytest.param(EVERY, marks=pytest.mark.slow)], ids=["kinds", "all"])
+def test_sizes_stay_variables_in_compiled_code(cases):
     """`len` of a tensor would make its size a constant, and code would be compiled again for each number of tokens."""
-    sizes = ShapeEnv()
-    with FakeTensorMode(shape_env=sizes, static_shapes=False) as mode:
-        getattr(torch.ops.octavo, name)(*tree_map_only(Tensor, mode.from_tensor, values))
-    assert {int(found) for found in sizes.replacements.values() if found.is_number} <= CONSTANTS.get(name, set())
+    for name, values in cases:
+        sizes = ShapeEnv()
+        with FakeTensorMode(shape_env=sizes, static_shapes=False) as mode:
+            getattr(torch.ops.octavo, name)(*tree_map_only(Tensor, mode.from_tensor, values))
+        fixed = {int(found) for found in sizes.replacements.values() if found.is_number}
+        assert fixed <= CONSTANTS.get(name, set()), name
 
 
 @each(cases((17, 130)), others(), of_gemm_and_attention())

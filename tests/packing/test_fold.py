@@ -13,7 +13,7 @@ from metrics import distance
 from packed_examples import LLAMA, lively, small_shards, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_models import open_theirs, outputs
+from tiny_models import open_theirs, outputs, with_slow
 from verify_examples import change_tensors
 
 from octavo.calibration import Calibration, calibrate
@@ -72,7 +72,7 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", with_slow(["llama", "mistral", "qwen2", "qwen3"], ("llama", "qwen2")))
 @pytest.mark.parametrize("how", ["smooth", "rotate", "both"])
 def test_the_folded_model_computes_the_same(tmp_path, decoder, name, how):
     source, calibration = decoder(name)
@@ -85,7 +85,7 @@ def test_the_folded_model_computes_the_same(tmp_path, decoder, name, how):
     assert report.untied == (how != "smooth" and name != "llama")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "opt", "bert", "bert masked"])
+@pytest.mark.parametrize("name", with_slow(["llama", "qwen2", "opt", "bert", "bert masked"]))
 def test_smoothing_is_exact_to_the_bit(tmp_path, name):
     """Factors are powers of two: in BF16, with BF16's roundings on the way, nothing changes."""
     source = make(tmp_path, name)

@@ -13,6 +13,7 @@ import transformers
 from metrics import distance
 from packed_examples import LLAMA, lively, write_run
 from safetensors.torch import load_file
+from tiny_models import with_slow
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -104,7 +105,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("weights", ["q8_0", "f16"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", with_slow(KINDS, ("llama biased", "llama far", "qwen2")))
 def test_transformers_runs_what_we_write(tmp_path, name, weights):
     source = write_model(tmp_path / name, name)  # its reader takes the name "mistral" for an architecture
     report = export_gguf(source, tmp_path / "model.gguf", weights=weights)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_readers")
 GOLDEN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("golden_bytes.json").read_text())
 
 
-@pytest.mark.parametrize("name", with_slow(golden_models.MODELS))
+@pytest.mark.parametrize("name", with_slow(golden_models.MODELS, ("llama", "gpt2")))
 def test_a_hugging_face_folder(tmp_path, name):
     model = golden_models.write_model(tmp_path / "model", name)
     calibration = golden_models.write_calibration(tmp_path / "calibration", model, name)
@@ -34,7 +34,7 @@ def test_a_hugging_face_folder(tmp_path, name):
         assert name != "llama" or not complaints(folder, model, calibration), case  # of others: test_families
 
 
-@pytest.mark.parametrize("name", ["llama", "llama untied", "qwen2"])
+@pytest.mark.parametrize("name", with_slow(["llama", "llama untied", "qwen2"], ("llama", "qwen2")))
 def test_a_run(tmp_path, name):
     for i, (case, how) in enumerate(golden_models.run_cases(name).items()):
         run = golden_models.write_run(tmp_path / f"run {i}", name, how["recipe"])

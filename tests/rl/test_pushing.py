@@ -52,20 +52,17 @@ def trained(name, recipe="rowwise", dtype=torch.float32, **convert):
     [
         ("llama", "rowwise", {}),
         ("llama", "rowwise", {"scheme": "weight"}),
-        ("llama", None, {}),
         ("llama", None, {"scheme": "int8"}),
-        ("llama", None, {"scheme": "block"}),
+        pytest.param("llama", None, {"scheme": "block"}, marks=pytest.mark.slow),
         ("llama", "blockwise", {"scheme": "block"}),
         ("llama", "mxfp8", {"scheme": "mx"}),
         ("llama", "tensorwise", {"scheme": "tensor"}),
         ("llama", None, {"scheme": "tensor"}),  # q, k and v have one scale, and so have gate and up
-        ("llama", None, {"scheme": "tensor", "share": False}),
+        pytest.param("llama", None, {"scheme": "tensor", "share": False}, marks=pytest.mark.slow),
         ("llama", None, {"pow2": True}),
-        ("llama", None, {"scheme": "tensor", "pow2": True}),
         ("qwen2", "rowwise", {}),  # biases, and a tied head
-        ("qwen3", "rowwise", {}),
+        pytest.param("qwen3", "rowwise", {}, marks=pytest.mark.slow),
         ("opt", "rowwise", {}),
-        ("mixtral", None, {"experts": True}),
         ("mixtral", "rowwise", {"experts": True}),
         ("mixtral", None, {"skip": ("*.o_proj",)}),  # layers that are not packed
     ],

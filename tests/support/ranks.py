@@ -16,7 +16,6 @@ from torch import distributed
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",
     "octavo.train.trainer",
 ]

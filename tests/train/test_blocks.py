@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from metrics import sqnr
+from tiny_models import with_slow
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
@@ -146,7 +147,7 @@ SPARSE = {"model": "mixture", "mlp_width": 48, "steps": 24, "experts": {"count":
 
 @pytest.mark.parametrize(
     ("chosen", "in_fp8"),
-    [({}, FP8), ({"model": "gpt2"}, FP8), pytest.param(SPARSE, {"recipe": "rowwise"}, marks=pytest.mark.slow)],
+    [({}, FP8), *with_slow([({"model": "gpt2"}, FP8), (SPARSE, {"recipe": "rowwise"})], ())],
     ids=["llama", "gpt2", "mixture"],
 )
 def test_the_loss_falls_as_in_bf16(begin, records, tmp_path, chosen, in_fp8):
@@ -197,19 +198,19 @@ def losses(begin, records, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"activation_checkpointing": {"mode": "full"}},
-        {"loss": {"logits": "chunked", "chunk": 16}},
-        {"accumulate": 2, "batch": 1},
-        pytest.param({"compile": {"blocks": True, "backend": "aot_eager"}}, marks=pytest.mark.slow),
-    ],
-    ids=["checkpointing", "chunks", "accumulation", "compiled"],
-)
-def test_settings_that_compute_the_same(losses, changes):
+EAGER = [
+    {"activation_checkpointing": {"mode": "full"}},
+    {"loss": {"logits": "chunked", "chunk": 16}},
+    {"accumulate": 2, "batch": 1},
+]
+COMPILED = [{"compile": {"blocks": True, "backend": "aot_eager"}}]
+
+
+@pytest.mark.parametrize("tables", [EAGER, pytest.param(COMPILED, marks=pytest.mark.slow)])
+def test_settings_that_compute_the_same(losses, tables):
     expected = losses("plain", steps=4)
-    assert losses("other", steps=4, **changes) == pytest.approx(expected, abs=0.02)
+    for number, changes in enumerate(tables):
+        assert losses(f"{number}", steps=4, **changes) == pytest.approx(expected, abs=0.02), changes
 
 
 def test_the_loss_that_spreads_tokens_has_a_gradient_and_no_value(losses):
@@ -218,7 +219,7 @@ def test_the_loss_that_spreads_tokens_has_a_gradient_and_no_value(losses):
     assert one[1] != other[1]
 
 
-@pytest.mark.parametrize("shared", [0, 32])
+@pytest.mark.parametrize("shared", [32, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.* is an expert in FP8")
 def test_a_run_is_packed_and_opened(begin, tmp_path, shared):
     trainer = begin(**(SPARSE | {"steps": 4, "experts": {"count": 4, "shared_width": shared}}))

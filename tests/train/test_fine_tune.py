@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from tiny_models import make_model
+from tiny_models import make_model, with_slow
 from verify_examples import change_settings, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
@@ -18,8 +19,6 @@ from octavo.packing import pack
 from octavo.train.config import ConfigError
 from octavo.train.supervision import recipe_layers
 
-transformers = pytest.importorskip("transformers")
-
 
 @pytest.fixture(params=["llama", "qwen2"])
 def source(request, made, tmp_path):
@@ -27,6 +26,7 @@ def source(request, made, tmp_path):
     return shutil.copytree(made(request.param), tmp_path / "source")
 
 
+@pytest.mark.parametrize("source", with_slow(["llama", "qwen2"]), indirect=True)
 def test_a_run_of_saved_weights_opens_in_transformers_and_resumes_bit_for_bit(begin, go_on, records, source, tmp_path):
     trainer = begin(model=str(source), out=str(tmp_path / "whole"), sample=8)
     assert len(recipe_layers(trainer.model)) == 14  # all linear layers but the head

@@ -17,10 +17,10 @@ from octavo.watching.storage import read_watch
 
 HOST = {"optimizer": {"masters": "host"}}
 RUNS = [
-    {"recipe": "bf16"},
+    pytest.param({"recipe": "bf16"}, marks=pytest.mark.slow),
     {"recipe": "rowwise", "watch": {"interval": 3}},
-    {"recipe": "tensorwise", "tied": False, "log_every": 4},
-    {"recipe": "delayed", "clip": 0.0, "accumulate": 3, "loss": {"logits": "chunked"}, "sample": 4},
+    pytest.param({"recipe": "tensorwise", "tied": False, "log_every": 4}, marks=pytest.mark.slow),
+    {"recipe": "delayed", "clip": 0.0, "accumulate": 2, "loss": {"logits": "chunked"}, "sample": 4},
     {"recipe": "rowwise", "precision": "fp32", "model": "gpt2", "dropout": 0.1},
     pytest.param({"recipe": "rowwise", "model": "mixture", "experts": {"count": 2}}, marks=pytest.mark.slow),
     pytest.param({"recipe": "mxfp8", "activation_checkpointing": {"mode": "full"}}, marks=pytest.mark.slow),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from early_warning_examples import DOWN, event, layer_of
 from safetensors.torch import load_file
-from tiny_models import same_bits
+from tiny_models import same_bits, with_slow
 from transformers import AutoModelForCausalLM
 
 import octavo
@@ -71,6 +71,7 @@ def test_adapters_alone_train_and_peft_opens_them(begin, records, base, tmp_path
     assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+@pytest.mark.parametrize("base", with_slow(["bf16", "packed"], ("bf16",)), indirect=True)
 def test_a_run_resumes_bit_for_bit(begin, go_on, records, base, tmp_path):
     how = RATE | {"accumulate": 2, "targets": ("q_proj", "0.mlp.up_proj"), "sample": 4}
     begin(model=str(base), out=str(tmp_path / "whole"), **how).run()
@@ -98,7 +99,7 @@ def test_the_layer_within_adapters_is_promoted(begin, found, made):
     assert layer_of(trainer.model).base_layer.recipe.name == "bf16"
 
 
-@pytest.mark.parametrize("changes", [{"recipe": "bf16"}, {"precision": "fp32"}, {"optimizer.weights": "bf16"}])
+@pytest.mark.parametrize("changes", [{"recipe": "bf16", "precision": "fp32"}, {"optimizer.weights": "bf16"}])
 def test_it_learns_in_other_precisions(begin, records, eager, made, tmp_path, changes):
     begin(model=str(made("llama")), **RATE, **changes).run()
     losses = list(records(tmp_path / "run").values())

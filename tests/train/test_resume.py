@@ -26,14 +26,14 @@ from octavo.train.saving import disturb_weights
 from octavo.train.trainer import branch_settings, start_or_resume, start_run
 
 RUNS = [
-    {"recipe": "tensorwise", "accumulate": 2},
     {"recipe": "rowwise", "precision": "fp16"},
     {"recipe": "delayed", "model": "gpt2", "activation_checkpointing": {"mode": "full"}},
     {"recipe": "rowwise", "model": "gpt2", "dropout": 0.2, "bias": False},
-    {"recipe": "bf16", "precision": "fp32", "schedule": "wsd", "tokenizer": "bpe", "vocabulary": 300},
     {"tokenizer": "characters", "sampling": "random", "loss": {"logits": "chunked", "chunk": 24}},
     {"width": 256, "layers": 1, "accumulate": 2, "optimizer": {"state": "fp8", "weights": "bf16"}},
     {"width": 256, "layers": 1, "accumulate": 2, "optimizer": {"state": "8bit"}},
+    {"recipe": "tensorwise", "accumulate": 2},
+    {"recipe": "bf16", "precision": "fp32", "schedule": "wsd", "tokenizer": "bpe", "vocabulary": 300},
     {"recipe": "rowwise", "model": "mixture", "mlp_width": 48, "experts": {"count": 4, "top_k": 2}},
 ]
 
@@ -51,7 +51,7 @@ def assert_same_run(found, required, records):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("settings_of_run", with_slow(RUNS, RUNS[:7]), ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize("settings_of_run", with_slow(RUNS, RUNS[:5]), ids=lambda s: "-".join(map(str, s.values())))
 def test_stopped_and_resumed_is_the_same_bit_for_bit(begin, go_on, records, tmp_path, settings_of_run):
     begin(out=str(tmp_path / "whole"), **settings_of_run).run()
     trainer = begin(out=str(tmp_path / "parts"), **settings_of_run)

@@ -15,6 +15,7 @@ import torch
 from early_warning_examples import DOWN, UP, breaks_in_fp8, event, layer_of
 from ranks import run_ranks
 from rich.console import Console
+from tiny_models import with_slow
 from tiny_runs import TINY, after_steps, before_steps
 from torch import nn
 
@@ -32,7 +33,7 @@ def actions(trainer):
     return json.loads((trainer.run_folder.path / "actions.json").read_text())
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", with_slow(["rowwise", "delayed"], ("delayed",)))
 def test_a_number_that_is_not_finite_is_found_between_logs_with_its_layer_and_step(begin, recipe):
     trainer = begin(recipe=recipe, steps=40, **QUIET)
     breaks_in_fp8(trainer)
@@ -72,11 +73,7 @@ def test_the_layer_is_promoted_and_its_step_repeated(begin, records, options, tm
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        (DOWN, "runs in BF16 by now"),
-        ("model.norm", "is not converted: it never ran in FP8"),
-    ],
+    ("name", "why"), [(DOWN, "runs in BF16 by now"), ("model.norm", "is not converted: it never ran in FP8")]
 )
 def test_a_bad_number_that_no_promotion_mends_ends_the_run_and_says_why(begin, records, name, why):
     trainer = begin(steps=20, **QUIET | {"save_every": 5}, watch={"on_warning": "promote"})

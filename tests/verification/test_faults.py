@@ -399,7 +399,7 @@ def uneven(tensors: dict[str, Tensor]) -> None:
     w[1], w[2], w[3], w[:, 64:128] = 0, w[2] / 300, w[3] * 200, 0
 
 
-@pytest.mark.parametrize("options", [{"weights": "mse"}, {"pow2": True}, {"weights": "mse", "pow2": True}, {}])
+@pytest.mark.parametrize("options", [{"weights": "mse", "pow2": True}, {}])
 def test_rows_of_any_size_fit_their_scales(models: Models, tmp_path: Path, options: dict[str, Any]) -> None:
     model = shutil.copytree(models("channel")[1], tmp_path / "model")
     change_tensors(model, uneven)

@@ -16,7 +16,7 @@ from metrics import sqnr
 from other_writers import know_caches
 from quality import compare
 from safetensors.torch import load_file
-from tiny_models import TEXT, open_theirs, outputs
+from tiny_models import TEXT, open_theirs, outputs, with_slow
 from verify_examples import change_tensors, run_verify
 
 from octavo.checkpoint.scheme import SCHEMES
@@ -142,7 +142,7 @@ def test_powers_of_two_are_rounded_up():
 # ---- The reference reads KV caches and the layouts of other writers
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("name", with_slow(["llama", "opt"], ("llama",)))
 def test_keys_and_values_are_rounded_as_transformers_does(made, tmp_path, name, monkeypatch):
     know_caches(monkeypatch)
     plain = made(name, scheme="channel")

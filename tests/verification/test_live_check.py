@@ -272,17 +272,18 @@ def test_a_tied_head_is_compared_under_its_other_name(made):
     assert octavo.check(open_theirs(made("qwen2")), made("qwen2")).remarks == []
 
 
-@pytest.mark.parametrize("recipe", octavo.recipe.PRESETS)
+@pytest.mark.parametrize("recipe", with_slow(octavo.recipe.PRESETS, ("rowwise", "delayed", "mxfp8", "nvfp4")))
 def test_a_sound_model_of_ours(recipe):
     model = converted_model(built("llama").bfloat16().train(), recipe)
     assert octavo.check(model).ok
     assert "dx of 15" in octavo.check(model).verdict
 
 
-@pytest.mark.parametrize(
-    ("name", "scheme"),
-    [("llama", s) for s in ("channel", "tensor", "static", "block", "mx", "int8", "weight")] + [("mixtral", "channel")],
-)
+SCHEMES = ("channel", "tensor", "static", "block", "mx", "int8", "weight")
+PACKED = [("mixtral", "channel"), *(("llama", scheme) for scheme in SCHEMES)]
+
+
+@pytest.mark.parametrize(("name", "scheme"), with_slow(PACKED, PACKED[:4]))
 def test_a_sound_packed_model(made, name, scheme):
     folder = made(name, scheme=scheme)
     ours, theirs = octavo.load(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)

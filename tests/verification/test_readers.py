@@ -151,7 +151,7 @@ def differ(tensors):
         tensors[f"model.layers.0.block_sparse_moe.experts.{e}.w1.weight"] *= 1 + e / 4
 
 
-@pytest.mark.parametrize("scheme", with_slow(["channel", "static", "block", "mx", "weight"], ("channel", "static")))
+@pytest.mark.parametrize("scheme", with_slow(["channel", "static", "block", "mx", "weight"], ("channel",)))
 def test_a_reader_that_misreads_an_expert_that_no_token_reaches(monkeypatch, tmp_path, scheme):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16, "num_hidden_layers": 1}
     change_tensors(make_model(tmp_path / "model", "mixtral", **sizes), differ)

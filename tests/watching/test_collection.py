@@ -345,7 +345,7 @@ def test_the_numbers_of_training_do_not_change(name, recipe):
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_recomputation_is_recorded_and_not_counted(compiled):
     torch._dynamo.reset()
     model = tiny_model("llama")
