@@ -196,7 +196,7 @@ def run_until(llama, data, out, part, call, monkeypatch):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("part", [0, 2])
+@pytest.mark.parametrize("part", with_slow([0, 1, 2], (0, 2)))
 def test_a_killed_run_goes_on_with_its_block(part, llama, expected, tmp_path, data, monkeypatch):
     run_until(llama, data, tmp_path / "out", part, 3, monkeypatch)
     ran, steps = [], []

@@ -258,7 +258,7 @@ def of_recipe(recipe: str, *, gather: bool = True, compiled: bool = False) -> nn
 
 def in_eager_code(rank: int) -> None:
     """Eager code keeps no weight."""
-    for recipe, gather in product(SOME, (False, True)):
+    for recipe, gather in product(RECIPES, (False, True)):
         model = of_recipe(recipe, gather=gather)
         assert kept(model) == [], (recipe, gather)
         model(batch()).sum().backward()

@@ -23,7 +23,7 @@ from metrics import distance
 from other_writers import know_caches
 from packed_examples import load_float32, small_shards, write_run
 from safetensors.torch import load_file, save_file
-from tiny_models import IDS, IMAGE_MODELS, make_model, open_theirs, outputs, same_bits, write_text
+from tiny_models import IDS, IMAGE_MODELS, make_model, open_theirs, outputs, same_bits, with_slow, write_text
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from verify_examples import change_tensors
 
@@ -183,15 +183,12 @@ def test_a_sharded_source_is_read_tensor_by_tensor(made, tmp_path, monkeypatch):
     open_theirs(tmp_path / "out")
 
 
+SAVED = [(name, {"scheme": each}) for name in ("llama", "bert") for each in ("channel", "tensor", "block", "group64")]
+SAVED.append(("qwen2", {"scheme": "channel", "kv_cache": "fp8"}))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *(("llama", {"scheme": scheme}) for scheme in ("channel", "tensor", "block", "group64")),
-        ("bert", {"scheme": "block"}),
-        ("qwen2", {"scheme": "channel", "kv_cache": "fp8"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "how"), with_slow(SAVED, ("llama", "qwen2")))
 def test_transformers_saves_and_loads_it_again(made, tmp_path, name, how, monkeypatch):
     """In float32, in which scales stay what they are."""
     know_caches(monkeypatch)

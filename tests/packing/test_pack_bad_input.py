@@ -176,7 +176,7 @@ def can_be_cut(q: QTensor, by: int, degree: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("scheme", ["channel", "tensor", "block", "mx", "int8", "weight"])
+@pytest.mark.parametrize("scheme", ["channel", "tensor", "block", "mx", "group64", "weight"])
 def test_a_split_is_legal_where_it_can_be_made(scheme):
     for size in [(256, 512), (512, 256), (1024, 1024), (384, 128), (128, 96 * 4)]:
         q = quantize(torch.randn(size), SCHEMES[scheme].weight)

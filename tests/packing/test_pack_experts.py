@@ -14,7 +14,7 @@ import torch
 from metrics import distance
 from packed_examples import LLAMA, lively, write_run
 from safetensors.torch import load_file, save_file
-from tiny_models import built, make_model, open_theirs, outputs, same_bytes, write_text
+from tiny_models import built, make_model, open_theirs, outputs, same_bytes, with_slow, write_text
 from verify_examples import change_config, change_settings, change_tensors
 
 import octavo
@@ -66,7 +66,7 @@ def test_every_reader_opens_packed_experts(sources, tmp_path, kind, how):
     assert found.readers[0].distance == 0 or how in ("fp8", "int8")
 
 
-@pytest.mark.parametrize("sizes", [(256, 128), (256, 512)], ids=str)
+@pytest.mark.parametrize("sizes", with_slow([[256, 128], [512, 512], [128, 256], [256, 512]], ([256, 128], [512, 512])))
 def test_experts_of_several_blocks_open_in_the_layout_fp8_and_are_refused_in_the_other(tmp_path, sizes):
     """transformers multiplies an expert's weight by its scale element by element; only one block fits."""
     width, hidden = sizes

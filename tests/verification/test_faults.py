@@ -16,7 +16,7 @@ import pytest
 import torch
 from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
-from tiny_models import Folders, folder_maker, make_model
+from tiny_models import Folders, folder_maker, make_model, with_slow
 from torch import Tensor
 from verify_examples import change_config, change_json, change_tensors
 
@@ -399,7 +399,10 @@ def uneven(tensors: dict[str, Tensor]) -> None:
     w[1], w[2], w[3], w[:, 64:128] = 0, w[2] / 300, w[3] * 200, 0
 
 
-@pytest.mark.parametrize("options", [{"weights": "mse", "pow2": True}, {}])
+BOTH = {"weights": "mse", "pow2": True}
+
+
+@pytest.mark.parametrize("options", with_slow([BOTH, {"weights": "mse"}, {"pow2": True}, {}], (BOTH, {})))
 def test_rows_of_any_size_fit_their_scales(models: Models, tmp_path: Path, options: dict[str, Any]) -> None:
     model = shutil.copytree(models("channel")[1], tmp_path / "model")
     change_tensors(model, uneven)
