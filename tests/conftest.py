@@ -27,7 +27,7 @@ WITHOUT = {"gpu": r"\A(?!(?s:.*)mark\.gpu)", "not gpu and not slow": r"(?m)^pyte
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file without a test to run is not imported: a GPU machine may lack what it needs, and a quick run waits."""
+    """Files without a test to run are not imported: a GPU machine may lack their needs, and workers wait for them."""
     without = WITHOUT.get(config.getoption("markexpr")) if collection_path.match("test_*.py") else None
     return True if without and re.search(without, collection_path.read_text()) else None
 
