@@ -158,7 +158,7 @@ def seed_scales(model: nn.Module, calibration: Any) -> None:
     if missing := [name for name in layers if name not in known]:
         raise ValueError(f"no amax of the input of {missing[0]} ({len(missing)} such) in {type(calibration).__name__}")
     for name, layer in layers.items():
-        for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer.weight))])):
+        for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer))])):
             if (history := layer.history_of(operand)) is not None:
                 history.seed(amax)
 
@@ -175,9 +175,9 @@ def _run(
     """Run `model` in evaluation mode on `batches`, and call note(name, input) for each call of one of `layers`."""
 
     def see(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["input"]
-        if isinstance(x, Tensor) and x.numel():
-            note(name, x.detach())
+        for x in (*args[:3], *map(kwargs.get, ("input", "x", "query", "key", "value"))):  # attention has three
+            if isinstance(x, Tensor) and x.numel():
+                note(name, x.detach())
 
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         raise TypeError(f"{type(model).__name__} takes a list of batches, got {type(batches).__name__}: give [batch]")

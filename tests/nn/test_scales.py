@@ -112,8 +112,7 @@ def test_state_round_trips_and_is_checked() -> None:
     state = {name: t.clone() for name, t in octavo.scales.scale_state(model).items()}
     other, _ = make(History(length=4))
     octavo.scales.load_scale_state(other, state)
-    assert octavo.scales.scale_state(other).keys() == state.keys()
-    assert all(torch.equal(t, state[name]) for name, t in octavo.scales.scale_state(other).items())
+    torch.testing.assert_close(octavo.scales.scale_state(other), state, rtol=0, atol=0)
     extra = state | {"9.histories.x.scale": torch.ones(1)}
     for wrong, words in (({}, "missing"), (extra, "has no place"), (None, "takes a dictionary, got NoneType")):
         with pytest.raises((TypeError, ValueError), match=words):
@@ -125,11 +124,9 @@ def test_state_round_trips_and_is_checked() -> None:
 def test_a_cast_and_another_conversion_of_the_model_leave_the_scales_as_they_are() -> None:
     model, layer = make()
     step(model, 3.0)
-    before = octavo.scales.scale_state(model)
+    before = deepcopy(octavo.scales.scale_state(model))
     octavo.convert(model.bfloat16(), "delayed")
-    after = octavo.scales.scale_state(model)
-    assert {name: t.dtype for name, t in after.items()} == {name: t.dtype for name, t in before.items()}
-    assert all(torch.equal(after[name], t) for name, t in before.items())
+    torch.testing.assert_close(octavo.scales.scale_state(model), before, rtol=0, atol=0)  # values and dtypes
     assert layer(torch.rand(16, 32).bfloat16()).dtype == torch.bfloat16
 
 
@@ -320,14 +317,14 @@ def test_what_saturates_is_counted():
     assert model.training
 
 
-def test_batches_are_tensors_tuples_or_mappings():
-    class Model(nn.Sequential):
-        def forward(self, x, *, factor=1.0):
-            return super().forward(x * factor)
-
-    model = converted_model(Model(nn.Linear(32, 16)), "delayed")
-    batches = [torch.ones(2, 32), (torch.ones(2, 32),), {"x": torch.ones(2, 32), "factor": 7}]
-    assert float(octavo.scales.freeze_scales(model, batches)["0"]) == pytest.approx(2 * 7 / 448)
+def test_batches_are_tuples_or_mappings_and_attention_has_three_inputs():
+    model = converted_model(nn.MultiheadAttention(32, 4, kdim=16, vdim=8), "delayed")
+    query, key, value = (amax * torch.ones(5, 2, n) for amax, n in ((1.0, 32), (4.0, 16), (2.0, 8)))
+    batch = {"query": query, "key": key, "value": value}
+    for batches in ([(query, key, value)], [batch]):
+        assert float(octavo.scales.freeze_scales(model, batches)[""]) == pytest.approx(2 * 4 / 448)
+    assert octavo.scales.saturation(model, [batch | {"key": 3 * key}])[""] == 16 / (32 + 16 + 8)
+    assert model.histories["w"].recent[0] == model.v_proj_weight.abs().max()  # the largest of three
 
 
 def test_a_calibration_begins_the_histories():

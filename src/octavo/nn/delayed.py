@@ -86,9 +86,7 @@ class ScaleHistories(nn.ModuleDict):
 
 def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
     check_module(model, "octavo.scales")
-    for name, module in model.named_modules():
-        if isinstance(module, ScaleHistory):
-            yield name, module
+    yield from ((name, module) for name, module in model.named_modules() if isinstance(module, ScaleHistory))
 
 
 @torch.no_grad()
@@ -186,7 +184,8 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         history.ready = bool(state[f"{name}.steps"] > 0)
 
 
-def weight_amax(w: Any) -> Tensor:
-    """The largest magnitude of a weight, 0-dim; of a sharded one (DTensor) on all ranks, which all must call this."""
-    amax = w.detach().abs().amax()
-    return amax.full_tensor() if hasattr(amax, "full_tensor") else amax
+def weight_amax(layer: nn.Module) -> Tensor:
+    """The largest magnitude of a layer's weights, 0-dim. If they are sharded (DTensor), all ranks must call this."""
+    names = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # all but one of attention
+    found: list[Any] = [w.detach().abs().amax() for w in (getattr(layer, n, None) for n in names) if w is not None]
+    return torch.stack([amax.full_tensor() if hasattr(amax, "full_tensor") else amax for amax in found]).amax()

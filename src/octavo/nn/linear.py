@@ -159,7 +159,7 @@ class RecipeLayer(nn.Module):
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Make the scales of x and w constant: x's from `amax`, 0-dim, and w's from the weight. Returns x's, [1]."""
-        for operand, largest in (("x", amax), ("w", weight_amax(self.weight))):
+        for operand, largest in (("x", amax), ("w", weight_amax(self))):
             if (history := self.history_of(operand)) is not None:
                 history.seed([float(largest)])
                 history.frozen = True
