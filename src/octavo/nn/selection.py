@@ -67,8 +67,9 @@ def select_linears(model: nn.Module, skip: Sequence[str] = (), others: Sequence[
             f"{_other_matrices(model)}"
         )
     check_globs(skip, [*linears, *others])
-    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    read = {id(m.out_proj): ATTENTION_OUTPUT for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and not is_parametrized(m)}
+    attention = (m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention))
+    read = {id(m): ATTENTION_OUTPUT for m in attention if not is_parametrized(m)}
     read |= {id(m.dt_proj): STATE_SPACE for m in model.modules() if hasattr(m, "dt_proj") and hasattr(m, "A_log")}
     selected = [SelectedLayer(name, m, _skip_reason(name, m, skip, tied, read)) for name, m in linears.items()]
     if all(layer.reason for layer in selected) and not others:
@@ -112,7 +113,7 @@ def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int], read: dict[int, str]) -> str:
-    weight: Any = module.weight
+    weight: Any = None if is_parametrized(module) else module.weight  # to compute it may change the module
     outputs, inputs = shape_of(module)
     if id(weight) in tied:
         return "it shares its weight with the embedding"
