@@ -528,9 +528,9 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     """Compute `model` in its high precision while the block lasts.
 
     Linear layers, fused modules, experts, attention and the loss cast nothing to eight bits inside. They follow their
-    recipes after the block, also after an exception, and a conversion inside the block stays. A backward pass computes
-    as its forward pass did. Delayed scaling records nothing inside. Compiled code is compiled once for each of the two
-    states. A weight that FSDP2 gathers in eight bits (`octavo.distributed.fp8_all_gather`) is gathered so in both.
+    recipes after the block, also after an exception. A conversion inside stays. A backward pass computes as its
+    forward pass did; with checkpointed activations, run it inside too. Delayed scaling records nothing inside. Compiled
+    code is compiled once for each state. A weight that FSDP2 gathers in eight bits is gathered so in both.
 
     Raises:
         TypeError: `model` is no module.

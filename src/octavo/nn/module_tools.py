@@ -96,7 +96,7 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
                 "convert it to one of these, or leave the layer out of octavo.convert by skip="
             )
     if x.is_nested or x.is_sparse:
-        raise unsupported("nested and sparse inputs: give the values as a dense tensor")
+        raise unsupported("nested and sparse inputs: give dense tensors, and convert an nn.TransformerEncoder whole")
     if weights:
         check_width(layer, x, weights[0].shape)
 
