@@ -82,23 +82,31 @@ def compute_dtype(kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> s
     return next((name for name in WIDTHS if name in (*inputs, *outputs)), "")
 
 
-def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
+def register_flops() -> None:
+    """Let `FlopCounterMode` of PyTorch count the products of our operations, where it is made after this call."""
+    from torch.utils.flop_counter import flop_registry
+
+    for packet in (torch.ops.octavo.scaled_mm, torch.ops.octavo.grouped_mm, torch.ops.octavo.grouped_mm_dw):
+        flop_registry[packet] = partial(flops_of, packet.default, "product")
+
+
+def flops_of(func: Any, kind: str, *args: Any, out_val: Any, **keywords: Any) -> int:
     """The FLOPs of a product, convolution or attention, by torch's formula where it has one; 0 of other operations."""
     from torch.utils.flop_counter import flop_registry  # here: it imports much
 
     if kind not in ("product", "convolution", "attention"):
         return 0
-    formula = flop_registry.get(func.overloadpacket)
+    formula = None if func.namespace == "octavo" else flop_registry.get(func.overloadpacket)
     if formula is not None:
-        return int(formula(*args, **keywords, out_val=out))
+        return int(formula(*args, **keywords, out_val=out_val))
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if kind == "product":
         if "octavo.grouped_mm_dw" in str(func):  # a [N, T], b [K, T]; T in groups, with 16 columns more each
             (n, columns), k = tensors[0].shape, tensors[1].shape[0]
-            return 2 * n * k * (columns - COLUMNS * int(out.shape[0]))
+            return 2 * n * k * (columns - COLUMNS * int(out_val.shape[0]))
         if [t.ndim for t in tensors[:2]] == [2, 2] and "grouped" in str(func):  # [K, T] x [T, N], T cut into groups
             return 2 * tensors[0].numel() * tensors[1].shape[-1]
-        results = floating(out)
+        results = [leaf for leaf in tree_leaves(out_val) if isinstance(leaf, Tensor)]
         return 2 * results[0].numel() * tensors[0].shape[-1] if results and tensors else 0
     if any(name in str(func) for name in ("_for_cpu", "_fused_attention", "octavo.fp8_attention")):
         # Attention over whole rows of scores: two products; five in the backward pass, which repeats one.
@@ -175,15 +183,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which `model` runs on fake tensors of the CPU, which have shapes and dtypes, and no memory: on
     `tensors`, its parameters and buffers by all their names, and on arguments from `fake`. It records the `operations`,
     and the names of the modules that are `called`. In the context `autocast` it casts as on a GPU, to the dtype `to`;
-    None leaves it off. Views, casts and quantized bytes of a parameter stand for it. A ValueError if a parameter is
-    sharded, or has no shape yet (a lazy module)."""
+    None leaves it off. Views, casts and quantized bytes of a parameter stand for it. A ValueError if one is sharded."""
 
     def __init__(self, model: nn.Module, to: torch.dtype | None) -> None:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # here: it imports sympy
 
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._autocast = model, GpuAutocast(to)
-        self.autocast = self._autocast.enabled
+        self.autocast = partial(torch.autocast, "cpu", to or torch.bfloat16, enabled=to is not None)
         self._fakes, self._class = FakeTensorMode(allow_non_fake_inputs=True), FakeTensor
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor too: while it lives, its id is its own
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -192,8 +199,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"a trace takes a model that is not sharded, and {name} is a DTensor: give the model before "
                     "fully_shard, on the meta device if it is large"
                 )
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise ValueError(f"{name} has no shape yet: run the lazy module once before a trace")
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.tensors: dict[str, Tensor] = self.fake(dict(named))
         self.operations: list[Operation] = []
@@ -268,7 +273,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         inputs, outputs = names_of(takes), names_of(gives)
         computed = compute_dtype(kind, inputs, outputs)
-        flops = flops_of(func, kind, args, keywords, out)
+        flops = flops_of(func, kind, *args, out_val=out, **keywords)
         operand = self._operand(name, args) if flops else None
         if "FP8" in (*inputs, *outputs):
             reason = _BY_RECIPE.get(kind, "the recipe: operands in FP8")
@@ -398,10 +403,6 @@ class GpuAutocast:
             yield
         finally:
             library._destroy()
-
-    def enabled(self) -> torch.autocast:
-        """Autocast to the dtype, as a context."""
-        return torch.autocast("cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None)
 
     def _kernel(self, name: str) -> Callable[..., Any]:
         base, _, overload = name.partition(".")

@@ -85,19 +85,20 @@ def test_autocast_is_as_before_after_a_trace():
     assert run() == before == (torch.bfloat16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("autocast", [torch.float16, None])
-def test_other_autocast(autocast):
+@pytest.mark.parametrize(("autocast", "dtype", "named"), [(torch.float16, "FP16", "FP16"), (None, "FP32", "off")])
+def test_other_autocast(autocast, dtype, named):
     flow = octavo.dtype_flow(nn.Linear(8, 8), torch.randn(4, 8), autocast=autocast)
-    expected = {"FP16"} if autocast else {"FP32"}
-    assert dtypes(flow)["addmm"] == expected
-    assert flow.autocast == ("FP16" if autocast else "off")
+    assert (dtypes(flow)["addmm"], flow.autocast) == ({dtype}, named)
 
 
+@pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_flops_are_those_of_pytorchs_counter(device):
+def test_flops_are_those_of_pytorchs_counter(device, converted):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 16)).to(device)
     x = torch.randn(2, 3, 8, 8, device=device)
     flow = octavo.dtype_flow(model, x, autocast=None)
+    if converted:
+        octavo.convert(model)
     with FlopCounterMode(display=False) as counter:
         model(x).sum().backward()
     assert sum(sum(each.values()) for each in flow.flops.values()) == counter.get_total_flops()

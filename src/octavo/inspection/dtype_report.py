@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from octavo.nn.attention_layers import is_convertible
 from octavo.nn.conversion import find_experts
 from octavo.nn.linear import RecipeLayer, is_gemm
-from octavo.nn.module_tools import check_module
+from octavo.nn.module_tools import check_initialized, check_module
 from octavo.nn.selection import select_linears
 from octavo.tracing import NAMES, PHASES, WIDTHS, Operation, Tracer
 from octavo.util import Table, percent, plural, some_of
@@ -313,6 +313,7 @@ def dtype_flow(
         [('addmm', 'BF16'), ('native_layer_norm', 'FP32')]
     """
     check_module(model, "dtype_flow")
+    check_initialized(model)
     if autocast not in (torch.bfloat16, torch.float16, None):
         raise ValueError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
     tracer = Tracer(model, autocast)

@@ -48,6 +48,7 @@ from octavo.ops.launching import find_architecture
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import LEAST_SPEEDUP, experts_speedup
 from octavo.recipe import Recipe, RecipeName, get_recipe, rowwise, similar_preset
+from octavo.tracing import register_flops
 
 
 def convert(
@@ -135,6 +136,7 @@ def convert(
     """
     check_module(model, "convert")
     check_initialized(model)
+    register_flops()
     if head not in get_args(HeadRecipe) or (head != "bf16" and not fuse_loss):
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
     if attention not in ("bf16", "fp8"):

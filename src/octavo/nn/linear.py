@@ -163,9 +163,7 @@ class RecipeLayer(nn.Module):
             if (history := self.history_of(operand)) is not None:
                 history.seed([float(largest)])
                 history.frozen = True
-        x = self.history_of("x")
-        assert x is not None  # the layer is freezable
-        return x.scale.view(1).clone()
+        return self.history_of("x").scale.view(1).clone()  # type: ignore[union-attr] # the layer is freezable
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script` before it reads the module."""

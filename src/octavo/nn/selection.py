@@ -68,8 +68,7 @@ def select_linears(model: nn.Module, skip: Sequence[str] = (), others: Sequence[
         )
     check_globs(skip, [*linears, *others])
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and not is_parametrized(m)}
-    attention = (m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention))
-    read = {id(m): ATTENTION_OUTPUT for m in attention if not is_parametrized(m)}
+    read = {id(m.out_proj): ATTENTION_OUTPUT for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     read |= {id(m.dt_proj): STATE_SPACE for m in model.modules() if hasattr(m, "dt_proj") and hasattr(m, "A_log")}
     selected = [SelectedLayer(name, m, _skip_reason(name, m, skip, tied, read)) for name, m in linears.items()]
     if all(layer.reason for layer in selected) and not others:
@@ -125,7 +124,7 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return by_name
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
-    if id(module) in read:
+    if id(module) in read and not is_parametrized(module):
         return read[id(module)]
     known = type(module) in (Linear, ParallelLinear) or is_of_library(module, "transformers", "Conv1D")
     if is_of_library(module, "torchao", "Float8Linear"):
