@@ -82,14 +82,6 @@ def compute_dtype(kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> s
     return next((name for name in WIDTHS if name in (*inputs, *outputs)), "")
 
 
-def register_flops() -> None:
-    """Let `FlopCounterMode` of PyTorch count the products of our operations, where it is made after this call."""
-    from torch.utils.flop_counter import flop_registry
-
-    for packet in (torch.ops.octavo.scaled_mm, torch.ops.octavo.grouped_mm, torch.ops.octavo.grouped_mm_dw):
-        flop_registry[packet] = partial(flops_of, packet.default, "product")
-
-
 def flops_of(func: Any, kind: str, *args: Any, out_val: Any, **keywords: Any) -> int:
     """The FLOPs of a product, convolution or attention, by torch's formula where it has one; 0 of other operations."""
     from torch.utils.flop_counter import flop_registry  # here: it imports much
