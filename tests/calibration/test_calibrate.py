@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import octavo
 from octavo.calibration import calibrator as pipeline
 from octavo.calibration.calibrator import Calibration, calibrate, hash_model
-from octavo.calibration.site_statistics import BINS
+from octavo.calibration.site_statistics import BINS, Statistics
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import LockedError, WriteError, locked_folder
 from octavo.evaluation import PromptOptions
@@ -243,10 +243,16 @@ def test_a_full_disk_keeps_what_is_done(limit, done, llama, expected, tmp_path, 
     assert same(calibrate(llama, data, tmp_path / "out", prompts=PROMPTS), expected)
 
 
-def test_a_second_calibration_into_one_folder_is_refused_and_loses_nothing(llama, tmp_path, data):
+def test_a_second_calibration_into_one_folder_is_refused_and_loses_nothing(llama, tmp_path, data, monkeypatch):
     with locked_folder(tmp_path / ".out.calibrating"), pytest.raises(LockedError, match="is in use: process"):
         calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     assert [path for path in tmp_path.iterdir() if "out" in path.name] == []
+    late = tmp_path / "late"  # the first one ends after the second has begun to read the model
+    monkeypatch.setattr(pipeline, "locked_folder", lambda folder: late.mkdir() or locked_folder(folder))
+    with pytest.raises(FileExistsError):
+        calibrate(llama, data, late, prompts=PROMPTS)
+    assert not (tmp_path / ".late.calibrating").exists()
+    monkeypatch.undo()
     assert calibrate(llama, data, tmp_path / "out", prompts=PROMPTS).prompts > 0
 
 
@@ -393,7 +399,7 @@ def test_a_calibration_is_of_one_checkpoint(tmp_path, data):
         calibrate(as_folder(run, tmp_path / "folder"), data, tmp_path / "none", prompts=FEW, step=7)
 
 
-def test_a_mixture_has_the_statistics_of_the_folder_that_transformers_writes(mixture, tmp_path, data):
+def test_a_mixture_has_the_statistics_of_the_folder_that_transformers_writes(mixture, tmp_path, data, monkeypatch):
     """A checkpoint of a run holds stacks of experts, the folder of transformers a matrix for each."""
     run, calibrated = mixture
     folder, model = tmp_path / "folder", AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run / "model"))
@@ -411,6 +417,11 @@ def test_a_mixture_has_the_statistics_of_the_folder_that_transformers_writes(mix
     for leaf in ("w1", "w2"):  # an expert without tokens has the scale of the others
         seen = [float(found.scale(f"{path}.{e}.{leaf}")) for e in (0, 1)]
         assert float(found.scale(f"{path}.2.{leaf}")) == max(seen) > min(seen) > 0
+    calls: list[str] = []
+    monkeypatch.setattr(Statistics, "scale", lambda self, *_: calls.append(self.site) or torch.ones(()))
+    again = Calibration.load(calibrated)
+    assert {float(again.scale(name)) for name in again.layers} == {1.0}
+    assert len(calls) == len(set(calls))  # each site once, whatever the number of experts without tokens
 
 
 def test_a_mixture_with_a_shared_expert(tmp_path, data):

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -60,6 +60,7 @@ class Calibration:
     versions: Mapping[str, str]  # of octavo, torch and transformers
     prompts: int  # the number of prompts that were run
     tokens: int  # the number of their tokens
+    _scales: dict[tuple[str, str, float], Tensor] = field(default_factory=dict, init=False)  # that `scale` has computed
 
     @cached_property
     def sites(self) -> dict[str, Statistics]:
@@ -98,10 +99,23 @@ class Calibration:
         name = self.layers.get(site, site)
         if name not in self.observed:
             raise KeyError(f"{site} is no site or linear layer of this calibration: it has {list(self.observed)[:4]}")
-        found = [self.sites[name]]
-        if not found[0].tokens:
-            found = [s for other, s in self.sites.items() if s.tokens and _of_any(other) == _of_any(name)] or found
-        return torch.stack([statistics.scale(rule, percentile) for statistics in found]).amax()
+        names = self.stand_ins(name)
+        for key in [(name, rule, percentile) for name in names]:
+            if key not in self._scales:
+                self._scales[key] = self.sites[key[0]].scale(rule, percentile)
+        return torch.stack([self._scales[name, rule, percentile] for name in names]).amax()
+
+    def stand_ins(self, site: str) -> list[str]:
+        """The sites that give a site its scale: itself, or for an expert without a token those of its layer."""
+        return [site] if self.sites[site].tokens else self._seen.get(_of_any(site), [site])
+
+    @cached_property
+    def _seen(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, statistics in self.sites.items():
+            if statistics.tokens:
+                found.setdefault(_of_any(name), []).append(name)
+        return found
 
     def save(self, folder: Path) -> None:
         """Write `folder`, whole or not at all. A FileExistsError if it exists, a WriteError if the disk refuses."""
@@ -256,6 +270,7 @@ def calibrate(
     model_hash = hash_model(source.origin, source.description)
     workdir = CalibrationWorkdir(out.parent / f".{out.name}.calibrating")
     with locked_folder(workdir.path):
+        check_absent(out)  # the last holder of the lock may have made it
         workdir.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
         try:
             observed = _run_all(parts, chosen.batches(prompts.batch), workdir, progress)

@@ -9,7 +9,6 @@ The steps, in this order, each with its modules. No model runs on bytes that are
     here                                on prompts, the error of each layer and of the model, beside INT8's
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -335,7 +334,7 @@ def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: 
     if record.get("model_hash", calibration.model_hash) != calibration.model_hash:
         message = "the scales of inputs, keys and values come from a calibration of another model"
         files.add_finding("scale", "octavo.json", message)
-    unknown = []
+    unknown, known = list[str](), dict[tuple[str, str], list[float]]()
     for name, of in names.items():
         if of not in calibration.sites and of not in calibration.layers:
             files.add_finding("scale", name, f"the calibration has no statistics of {of}: calibrate the model again")
@@ -343,14 +342,14 @@ def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: 
         of_input = of in calibration.layers
         rule = str(record.get("rule") if of_input else record.get("calibration_rule", record.get("rule")))
         stored = float(files.get(name).float().reshape(-1)[0])
-        expected = _expected(calibration, of, rule if rule in _RULES else "amax")
+        expected = _expected(calibration, of, rule if rule in _RULES else "amax", known)
         if rule not in _RULES:
             if not 1 / _FACTOR < stored / expected[0] < _FACTOR:
                 amax = f"the calibration's largest value / 448 is {expected[0]:.4g}"
                 unknown.append(f"{name} is {stored:.4g}, and {amax}")
         elif not any(abs(stored / scale - 1) < _SAME for scale in expected):
             hint, pair = "", f"{of[:-1]}{'k' if of.endswith('v') else 'v'}"  # the values for keys, the keys for values
-            swapped = _expected(calibration, pair, rule) if of in calibration.sites else []
+            swapped = _expected(calibration, pair, rule, known) if of in calibration.sites else []
             if any(abs(stored / scale - 1) < _SAME for scale in swapped):
                 hint = f", and this one to {pair}: keys and values are swapped"
             message = f"is {stored:.4g}, and by the rule {rule} the calibration gives {expected[0]:.4g}{hint}"
@@ -359,15 +358,12 @@ def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: 
         files.remarks.append(f"{unknown[0]} ({len(unknown)} such scales)")
 
 
-def _expected(calibration: Calibration, of: str, rule: str) -> list[float]:
-    """The scales that the rule may give, usually one. An expert without a token has the largest of its block's."""
-    site = calibration.layers.get(of, of)
-    seen = [calibration.sites[site]]
-    if not seen[0].tokens:
-        kind = re.sub(r"\.\d+(\.[^.]+\.input)$", r"\1", site)
-        others = calibration.sites.items()
-        seen = [s for name, s in others if s.tokens and re.sub(r"\.\d+(\.[^.]+\.input)$", r"\1", name) == kind]
-    return max((_RULES[rule](each) for each in seen), key=lambda scales: scales[0])
+def _expected(calibration: Calibration, of: str, rule: str, known: dict[tuple[str, str], list[float]]) -> list[float]:
+    """The scales that the rule may give, usually one. An expert without a token has the largest of its block's. Those
+    in `known`, by site and rule, are not computed again."""
+    keys = [(site, rule) for site in calibration.stand_ins(calibration.layers.get(of, of))]
+    known |= {key: _RULES[rule](calibration.sites[key[0]]) for key in keys if key not in known}
+    return max((known[key] for key in keys), key=lambda scales: scales[0])
 
 
 def _by_amax(seen: Statistics) -> list[float]:
