@@ -63,6 +63,11 @@ class PackedTensors:
             for leaf in (SCALE_NAME, INPUT_SCALE_NAME)
             if (ours := f"{layer}.{leaf}") in names
         }
+        if codes := [name for name in in_eight_bits if name not in packing.schemes]:
+            raise ArtifactError(
+                f"{self.folder}: {codes[0]}.weight is in eight bits, and config.json lists the layer as unpacked, so "
+                "that no reader knows its scheme: take it from the list, or pack the model again"
+            )
         packed = {*self._scales.values(), *cache, *(f"{name}.weight" for name in packing.schemes)}
         rest = [name for name in specs if name not in packed]
         self.unused = schemes.unused_scales(rest, self.reader.get, self.folder)
