@@ -85,18 +85,25 @@ def test_sizes_that_a_scheme_cannot_have(tmp_path):
 
 
 def test_sources_that_cannot_be_packed(made, tmp_path):
-    for name in ("other", "old"):
-        shutil.copytree(made("llama"), tmp_path / name)
+    for name, model in (("other", "llama"), ("old", "llama"), ("adapted", "llama"), ("untied", "qwen2")):
+        shutil.copytree(made(model), tmp_path / name)
+    (tmp_path / "adapted" / "adapter_config.json").write_text("{}")
+    embedding = "model.embed_tokens.weight"
+    change_tensors(tmp_path / "untied", lambda t: t.update({"lm_head.weight": 2 * t[embedding]}))
     change_tensors(tmp_path / "old", lambda t: t.update({"embed_out.weight": t.pop("lm_head.weight")}))
     change_settings(tmp_path / "other" / "config.json", intermediate_size=384)
     for name, message in (
         ("other", "is not of the model that its config.json describes.*must have shape"),
+        ("adapted", r"adapters beside its model \(adapter_config.json\).*merge them"),
+        ("untied", "holds model.embed_tokens.weight and lm_head.weight, which differ.*set tie_word_embeddings"),
         ("old", r"lacks lm_head.weight \(1 in all\), and has embed_out.weight.*with the new names"),
     ):
         with pytest.raises(ArtifactError, match=message):
             pack(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*"))
+    change_tensors(tmp_path / "untied", lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    assert same_bytes(pack(tmp_path / "untied", tmp_path / "out").folder, made("qwen2", scheme="channel"))
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ REFUSED = [  # what is done to the folder, settings, the error, and what it must
     (lambda folder: None, {"layers": 3}, ConfigError, ["layers 3 requires a model from random weights", "leave"]),
     (lambda folder: None, {"tokenizer": "bpe"}, ConfigError, ["tokenizer bpe requires a model from random weights"]),
     (lambda source: change_tensors(source, lambda w: w.pop(UP)), {}, ConfigError, ["lacks weights", UP, "1 in all"]),
+    (lambda source: describe(source, tie_word_embeddings=True), {}, ConfigError, ["which differ", "ties them: set"]),
     (ask_for_code, {}, ValueError, ["auto_map", "runs no code"]),
 ]
 

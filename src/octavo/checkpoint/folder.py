@@ -215,7 +215,7 @@ def _flush_entry(path: Path) -> None:
 _DESCRIBES = re.compile(
     r"\.(json|txt|model|jinja|spm|tiktoken)$|(?i:licen[cs]e|notice|copying|use.policy|terms.of).*(?<!\.py)$"
 )
-_NOT_COPIED = ("config.json", "octavo.json", "hf_quant_config.json")  # a layout may have the last
+_NOT_COPIED = ("config.json", "octavo.json", "adapter_config.json", "hf_quant_config.json")  # layouts have the last
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MODULES, CARD, TEMPLATES = "modules.json", "README.md", "additional_chat_templates"
 
@@ -492,4 +492,9 @@ def find_model(path: Path, step: int | None) -> tuple[Path, Path]:
         return run.model, run.chosen(step)
     if step is not None:
         raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")
+    if (path / ADAPTER_CONFIG).is_file():
+        raise ArtifactError(
+            f"{path} holds adapters beside its model ({ADAPTER_CONFIG}), with which transformers opens it: merge them "
+            "(merge_and_unload of PEFT) and save the model, or move their files elsewhere"
+        )
     return path, path

@@ -468,14 +468,27 @@ def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:
 def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaModel) -> ShardReader:
     """The tensors in `folder` by their names in `meta_model`, which its `config` describes as it is stored; a tensor
     that the model does not have keeps its name. Packed weights are widened. The errors are those of `ShardReader`, and
-    of `PackedTensors` or `check_unpacked`."""
+    of `PackedTensors` or `check_unpacked`, and of tensors that the model ties and the files hold apart."""
     packed = bool(config.get("quantization_config"))
     reader = DequantizedReader(PackedTensors(folder)) if packed else open_tensors(folder, config)
     check_unpacked(reader)
+    for names in tied_names(meta_model.model).values():
+        first, *others = [name for name in names if name in reader.specs] or names[:1]
+        for name in others:
+            if not torch.equal(reader.get(first).float(), reader.get(name).float()):
+                raise ArtifactError(untied(folder, first, name))
     if meta_model.experts.stacks:
         return ExpertReader(reader, meta_model.experts)
     named = isinstance(meta_model.model, Decoder) or model_tensors(meta_model.model).keys() <= reader.specs.keys()
     return reader if named else RenamedReader(reader, meta_model.model)
+
+
+def untied(folder: Path, first: str, other: str) -> str:
+    """The message for two tensors of files that are one in the model: transformers takes both of them."""
+    return (
+        f"{folder} holds {first} and {other}, which differ, and its config.json ties them: set tie_word_embeddings to "
+        "false there, as transformers takes them for two, or remove one of the tensors"
+    )
 
 
 def check_unpacked(reader: ShardReader) -> None:

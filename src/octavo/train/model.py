@@ -302,6 +302,9 @@ def _check_opened(model: Any, missing: list[str], source: Path) -> None:
             "minimizes the loss of the next token, for which a causal language model is required (Llama, Qwen, "
             "Mistral, GPT-2, ...): choose such a model"
         )
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(name) is not model.get_parameter(other):
+            raise ConfigError(meta_model.untied(source, other, name))
     if missing:
         raise ConfigError(
             f"{source} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
