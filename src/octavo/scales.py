@@ -282,10 +282,14 @@ class _RecordedCasts:
             _fill(caches)
             return
         if self._graph is None:
-            self._graph, device = torch.cuda.CUDAGraph(), caches[0][1][0].weight.device
-            # Threads that pin memory, as those of data loaders do, may go on.
-            with torch.cuda.device(device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            graph, device = torch.cuda.CUDAGraph(), caches[0][1][0].weight.device
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # PyTorch's own stream is of the device that recorded the first graph of the process. Threads that pin
+            # memory, as those of data loaders do, may go on.
+            recorded = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+            with torch.cuda.device(device), recorded:
                 _fill(caches)
+            self._graph = graph
         self._graph.replay()
         for cache, linears, _ in caches:
             torch.autograd.graph.increment_version([cache.q.data, cache.q.scale])  # type: ignore[union-attr]

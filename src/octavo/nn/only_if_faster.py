@@ -9,7 +9,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from types import FunctionType
@@ -338,9 +338,12 @@ def _time(
     return bf16_ms, fp8_ms
 
 
+_stream = cache(torch.cuda.Stream)  # of a device: PyTorch's own is of the device that recorded the first graph
+
+
 def _recorded(call: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=_stream(torch.cuda.current_device())):
         call()
     return graph.replay
 
