@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -64,11 +63,9 @@ def _by_token(x: Tensor) -> Tensor:
     return by_token.transpose(1, 2)
 
 
-@cache
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The scale of the probabilities and its inverse, float32 [1] each."""
-    with torch.inference_mode(False):
-        return torch.full((1,), P_SCALE, device=device), torch.full((1,), 1 / P_SCALE, device=device)
+    """The scale of the probabilities and its inverse, float32 [1] each. Not kept: a CUDA graph may own their memory."""
+    return torch.full((1,), P_SCALE, device=device), torch.full((1,), 1 / P_SCALE, device=device)
 
 
 def widen(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
