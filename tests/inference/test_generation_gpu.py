@@ -138,6 +138,10 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
     assert torch.equal(found[:, :12], answers(model, inputs, do_sample=False)[:, :12])
     assert torch.equal(answers(fast, inputs, do_sample=False), found)
     assert torch.rand(4, device="cuda").unique().numel() == 4  # the device is usable, and its random numbers
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    held = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= held - (1 << 30)
 
 
 @pytest.mark.parametrize("kv_cache", [None, "fp8"])

@@ -1,9 +1,10 @@
 """Decoding with one model: the forward pass, prompts of a batch, captured steps, and the room of the cache."""
 
 import math
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -154,20 +155,7 @@ PIECE = 8192  # tokens of all rows that a prompt's forward pass takes at a time:
 SHORT = 2048  # tokens of all rows, padding included, of a prompt that is captured
 FEWEST = 64  # tokens that a prompt is padded to
 capture_stream = cache(torch.cuda.Stream)  # of a device, for all graphs
-
-
-@contextmanager
-def own_workspaces() -> Iterator[None]:
-    """Let cuBLAS take the workspaces of a graph from the graph's own memory.
-
-    PyTorch keeps a workspace for each stream. It frees it where a graph of that stream ends, and where Inductor records
-    one, although other graphs still write to it (pytorch/pytorch#193402).
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
+CAPTURING = threading.Lock()  # of the thread that has this stream
 
 
 class Pass:
@@ -270,7 +258,8 @@ class Session:
     def _run(self, found: Pass) -> Tensor:
         """Logits [B, V] after the tokens of a pass, which the next run overwrites."""
         if self.captures and found.graph is None and found.ran:
-            self._capture(found)
+            with CAPTURING:
+                self._capture(found)
         if found.graph is None:
             found.ran = True
             with uncached_autocast(self.device):
@@ -288,8 +277,12 @@ class Session:
         stream.wait_stream(current)
         random = torch.cuda.default_generators[current.device_index]
         state = random.clone_state()
+        # PyTorch keeps a workspace of cuBLAS for each stream. It frees it where a graph of that stream ends, and where
+        # Inductor records one, although other graphs still write to it (pytorch/pytorch#193402). Without one that is
+        # kept, cuBLAS takes that of a graph from the graph's own memory.
+        torch._C._cuda_clearCublasWorkspaces()
         try:
-            with torch.cuda.stream(stream), uncached_autocast(self.device), own_workspaces():
+            with torch.cuda.stream(stream), uncached_autocast(self.device):
                 graph.capture_begin(self.pool, capture_error_mode="thread_local")
                 try:
                     logits = self.forward(found.tokens, found.kept)[:, -1]
@@ -297,6 +290,10 @@ class Session:
                     graph.capture_end()
             found.graph, found.logits = graph, logits
         except RuntimeError as error:
+            # PyTorch 2.11 takes the capture for underway, and frees no cached memory from then on
+            # (pytorch/pytorch#180395). Versions that end it refuse the call.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(current.device_index, self.pool)
             self.pool = None  # without a graph: PyTorch takes it for no other
             random.graphsafe_set_state(state)  # PyTorch leaves a state that draws numbers in a capture alone
             if found.kept is None:
@@ -309,6 +306,7 @@ class Session:
                 stacklevel=2,
             )
         finally:
+            torch._C._cuda_clearCublasWorkspaces()
             self.cache.set_host_count(before)
             current.wait_stream(stream)
 
