@@ -68,6 +68,9 @@ def test_a_model_that_was_cast_gets_a_new_cache():
     fast.float()
     assert torch.equal(answers(fast, batch(), do_sample=False), answers(model, batch(), do_sample=False))
     assert [session.cache.stores[0].keys.dtype for session in sessions(fast)] == [torch.float32]
+    for each in (model, fast):
+        each.model.rotary_emb.inv_freq = each.model.rotary_emb.inv_freq / 8
+    assert torch.equal(answers(fast, batch(), do_sample=False), answers(model, batch(), do_sample=False))
 
 
 def test_prompts_may_be_a_tensor():

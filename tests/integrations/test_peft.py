@@ -14,6 +14,7 @@ from tiny_models import IDS, outputs, same_bits, with_slow
 from transformers import AutoModelForCausalLM
 
 import octavo
+from octavo.inference.engine import parts_of
 from octavo.inference.packed_linear import PackedLinear
 from octavo.integrations.peft import support
 from octavo.packing import unpack
@@ -80,6 +81,19 @@ def test_a_variant_that_reads_the_weight_is_refused_on_a_packed_model(made):
         peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support(settings(use_dora=True)))
     with pytest.raises(TypeError, match="takes a LoraConfig, got IA3Config"):
         support(peft.IA3Config())
+
+
+def test_adapters_that_are_turned_off_or_exchanged_change_what_a_graph_computes(made):
+    model = peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support(settings()))
+    model.add_adapter("other", support(settings(modules_to_save=["lm_head"])))
+    before = parts_of(model)
+    with model.disable_adapter():
+        assert parts_of(model) != before
+    assert parts_of(model) == before
+    model.base_model.model.model.layers[0].self_attn.q_proj.scale_layer(2.0)
+    scaled = parts_of(model)
+    model.set_adapter("other")
+    assert parts_of(model) != scaled != before
 
 
 # By PEFT alone each layer has a GEMM of y. Those after the first adapter have one of dx: not the first q, k, v.

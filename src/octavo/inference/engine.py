@@ -148,15 +148,15 @@ class Engine:
         window = None if whole else sliding_window(model.config.get_text_config(decoder=True))
         self.limit = context if window is None else min(context, window)
         self.sessions: list[Session] = []  # the one used last is the last
-        self.place: tuple[torch.device, torch.dtype] | None = None  # of the keys in the sessions
         self.lock = threading.Lock()
         self.owner: int | None = None  # the thread that generates
-        self.parts: list[Any] = []  # of the model, when graphs were last captured
+        self.stream: torch.cuda.Stream | None = None  # of the last generation, whose last step may still run
+        self.parts: list[Any] = []  # of the model, when the sessions were made
         self.hooked = False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of the model: all but the sessions, whose graphs are of this model's memory."""
-        return self.__dict__ | {"sessions": [], "lock": None, "owner": None, "parts": []}
+        return self.__dict__ | {"sessions": [], "lock": None, "owner": None, "stream": None, "parts": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"lock": threading.Lock()})
@@ -187,8 +187,8 @@ class Engine:
         batch, begin = prompts.ids.shape
         self.check_length(begin, new)
         with self.alone():
-            session = self._session(batch, begin + new - 1)
             self._refresh()
+            session = self._session(batch, begin + new - 1)
             logits = session.prefill(prompts, piece)
             yield from decode(prompts.ids, new, logits, choose, session.step, stop, watched)
 
@@ -264,11 +264,14 @@ class Engine:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no other thread generates."""
+        """Wait until no other thread generates. The current stream waits for what the last generation has queued."""
         if self.owner == threading.get_ident():
             raise RuntimeError("this model is generating: finish that generation, or close its iterator, first")
         with self.lock:
             self.owner = threading.get_ident()
+            if self.device.type == "cuda":
+                before, self.stream = self.stream, torch.cuda.current_stream(self.device)
+                self.stream.wait_stream(before or self.stream)
             try:
                 yield
             finally:
@@ -282,10 +285,6 @@ class Engine:
             from octavo.inference.transformers_cache import OwnCacheSession
 
             return OwnCacheSession(self.model)  # type: ignore[return-value]
-        place = self.device, key_dtype(self.model)
-        if place != self.place:  # the model was moved or cast
-            self.sessions.clear()
-            self.place = place
         fitting = [s for s in self.sessions if s.batch == batch and s.capacity >= tokens]
         if fitting:
             session = min(fitting, key=lambda s: s.capacity)
@@ -312,26 +311,28 @@ class Engine:
         return Session(forward, batch, device, captures=device.type == "cuda" and not self.hooked)
 
     def _refresh(self) -> None:
-        """Forget the graphs of a model whose modules, tensors or hooks have changed. One with hooks runs eagerly."""
-        if self.device.type != "cuda":
-            return
-        parts = parts_of(self.model)
+        """Drop the sessions, with their graphs, of a model that has changed. One with hooks runs eagerly."""
+        parts = [self.device, key_dtype(self.model), *parts_of(self.model)]
         if parts != self.parts:
             self.parts = parts
             self.hooked = any(watched(module) for module in self.model.modules())
-            for session in self.sessions:
-                session.passes, session.pool, session.captures = {}, None, not self.hooked
+            self.sessions.clear()
+
+
+ADAPTER_STATE = "disable_adapters", "active_adapters", "merged_adapters", "scaling"
 
 
 def parts_of(model: nn.Module) -> list[Any]:
-    """The modules of a model, the memory of their tensors, and their hooks: while these are the same, a CUDA graph of
-    the model holds. `named_modules` and its relatives take three times as long."""
+    """The modules of a model, the memory of their tensors, their hooks, and the state of PEFT's adapters: while these
+    are the same, a CUDA graph of the model holds. `named_modules` and its relatives take three times as long."""
     parts: list[Any] = []
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
         if module is not None:
             parts += (id(module), type(module), watched(module))
+            if "_active_adapter" in module.__dict__:
+                parts += (repr(getattr(module, name, None)) for name in ADAPTER_STATE)
             parts += (t.data_ptr() for t in module._parameters.values() if t is not None)
             parts += (t.data_ptr() for t in module._buffers.values() if t is not None)
             waiting += module._modules.values()
