@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 
 
 @ONLY_HOPPER
-def test_the_state_that_is_written_is_that_of_the_call(tmp_path):
-    device = torch.device("cuda")
+@pytest.mark.parametrize("device", [torch.device("cuda", i) for i in range(min(torch.cuda.device_count(), 2))])
+def test_the_state_that_is_written_is_that_of_the_call(tmp_path, device):
     model = nn.Sequential(*(nn.Linear(2048, 2048, device=device) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     state = TrainState(model, optimizer, torch.amp.GradScaler("cuda", enabled=False), device, "print")
@@ -31,6 +31,8 @@ def test_the_state_that_is_written_is_that_of_the_call(tmp_path):
         for state.step in (1, 2, 3):  # the second and third use the memory of the first again
             model(x).square().mean().backward()
             optimizer.step()
+            with torch.cuda.device(device):
+                torch.cuda._sleep(1 << 28)  # cycles: the copies come late
             writer.save(state)
             weights[state.step] = {name: p.detach().clone() for name, p in model.named_parameters()}
             drawn[state.step] = torch.randn(3, device=device)
@@ -38,7 +40,7 @@ def test_the_state_that_is_written_is_that_of_the_call(tmp_path):
                 for p in model.parameters():
                     p.mul_(1.5)
     for step, expected in weights.items():
-        found = load_file(run.checkpoint(step) / "model.safetensors", "cuda")
+        found = load_file(run.checkpoint(step) / "model.safetensors", str(device))
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         load_checkpoint(run.checkpoint(step), state)
         assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())

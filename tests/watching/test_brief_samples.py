@@ -9,6 +9,7 @@ import octavo
 from octavo.numerics import Cast
 from octavo.observation.operand_statistics import Rows
 from octavo.watching import read_watch
+from octavo.watching.records import transfer
 from octavo.watching.rules import RULES, History, SampleGrids
 
 
@@ -160,3 +161,11 @@ def rows_of(device, full):
 def test_a_gpu_finds_the_numbers_of_a_cpu(full):
     expected, found = ([rows.statistics().cpu() for rows in rows_of(device, full)] for device in ("cpu", "cuda"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", range(min(torch.cuda.device_count(), 2)))
+def test_the_copy_to_the_host_is_waited_for(device):
+    with torch.cuda.device(device):
+        torch.cuda._sleep(1 << 28)  # cycles
+    assert transfer([(torch.ones(3, 2, dtype=torch.float64, device=device), 1)], 7)()[1] == 7

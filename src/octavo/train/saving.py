@@ -235,8 +235,9 @@ class HostCopy(DefaultSavePlanner):
                 if local.is_cuda and copy.numel():
                     self._pinned.append(pin(copy))
             self._copies[name].copy_(local, non_blocking=True)
-        if self._pinned:
-            torch.cuda.synchronize()
+        for device in {local_part(tensor).device for tensor in tensors.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._copies[index.fqn]

@@ -143,7 +143,7 @@ def transfer(tables: Sequence[Table], interval: int) -> Callable[[], tuple[list[
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         dist.all_reduce(sums)
     copies = [each.to("cpu", non_blocking=True) for each in (maxima, sums)]  # pinned, where they come from a GPU
-    copied = torch.cuda.current_stream().record_event() if maxima.is_cuda else None
+    copied = torch.cuda.current_stream(maxima.device).record_event() if maxima.is_cuda else None
 
     def wait() -> tuple[list[Array], int]:
         if copied is not None:
