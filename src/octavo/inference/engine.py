@@ -268,10 +268,10 @@ class Engine:
         if self.owner == threading.get_ident():
             raise RuntimeError("this model is generating: finish that generation, or close its iterator, first")
         with self.lock:
-            self.owner = threading.get_ident()
             if self.device.type == "cuda":
                 before, self.stream = self.stream, torch.cuda.current_stream(self.device)
                 self.stream.wait_stream(before or self.stream)
+            self.owner = threading.get_ident()
             try:
                 yield
             finally:

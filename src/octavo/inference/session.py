@@ -155,7 +155,7 @@ PIECE = 8192  # tokens of all rows that a prompt's forward pass takes at a time:
 SHORT = 2048  # tokens of all rows, padding included, of a prompt that is captured
 FEWEST = 64  # tokens that a prompt is padded to
 capture_stream = cache(torch.cuda.Stream)  # of a device, for all graphs
-CAPTURING = threading.Lock()  # of the thread that has this stream
+CAPTURING = threading.RLock()  # of the thread that has this stream
 
 
 class Pass:
