@@ -171,7 +171,7 @@ def measured_offload(spawn, records, tmp_path):
 @pytest.mark.parametrize("optimizer", [{"offload": True}, {"masters": "host"}])
 def test_weights_gradients_and_moments_leave_the_gpu(measured_offload, optimizer):
     losses, peak = measured_offload("plain")
-    moved, low = measured_offload("offload", optimizer=optimizer)
+    moved, low = measured_offload("offload", optimizer=optimizer, device=f"cuda:{torch.cuda.device_count() - 1}")
     assert moved == pytest.approx(losses, rel=1e-3)  # AdamW runs on the CPU
     assert 16 < peak < 22  # weight, gradient and two moments in FP32, and the BF16 copies of the weights
     # Left: BF16 copies of the weights, and with offload FP32 weights and gradients of 2 to 3 of 8

@@ -319,9 +319,6 @@ class Engine:
             self.sessions.clear()
 
 
-ADAPTER_STATE = "disable_adapters", "active_adapters", "merged_adapters", "scaling"
-
-
 def parts_of(model: nn.Module) -> list[Any]:
     """The modules of a model, the memory of their tensors, their hooks, and the state of PEFT's adapters: while these
     are the same, a CUDA graph of the model holds. `named_modules` and its relatives take three times as long."""
@@ -332,7 +329,8 @@ def parts_of(model: nn.Module) -> list[Any]:
         if module is not None:
             parts += (id(module), type(module), watched(module))
             if "_active_adapter" in module.__dict__:
-                parts += (repr(getattr(module, name, None)) for name in ADAPTER_STATE)
+                state = "disable_adapters", "active_adapters", "merged_adapters", "scaling"
+                parts += [repr(getattr(module, name, None)) for name in state]
             parts += (t.data_ptr() for t in module._parameters.values() if t is not None)
             parts += (t.data_ptr() for t in module._buffers.values() if t is not None)
             waiting += module._modules.values()

@@ -99,8 +99,10 @@ def _join(main: Callable[[], None]) -> None:
 
 
 def own_device(name: str) -> torch.device:
-    """The device of this process: of several, the local rank's GPU."""
+    """The device of this process: of several, the local rank's GPU. One with a number becomes the current one."""
     device = choose_device(name)
+    if device.type == "cuda" and device.index is not None and world_size() == 1:
+        torch.cuda.set_device(device)  # on which FSDP2 computes
     if world_size() == 1 or device.type != "cuda":
         return device
     if device.index is not None:

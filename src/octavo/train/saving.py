@@ -235,9 +235,8 @@ class HostCopy(DefaultSavePlanner):
                 if local.is_cuda and copy.numel():
                     self._pinned.append(pin(copy))
             self._copies[name].copy_(local, non_blocking=True)
-        for device in {local_part(tensor).device for tensor in tensors.values()}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        for device in {local.device for local in map(local_part, tensors.values()) if local.is_cuda}:
+            torch.cuda.synchronize(device)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._copies[index.fqn]
