@@ -21,7 +21,7 @@ from verify_examples import change_config, change_tensors
 from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.layouts import LAYOUTS
 from octavo.checkpoint.packed_folder import PackedTensors
-from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Layout, Scheme, packed_layers
+from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Layout, Scheme
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import Budget
 from octavo.inference.opening import load_packed
@@ -95,8 +95,8 @@ class Toy(Layout):
     def describe(self, schemes, ignore, kv_cache):
         return {"quant_method": self.name, "group": 16, "ignore": list(ignore)}
 
-    def read(self, found, linears, where):
-        return dict.fromkeys(packed_layers(self, found, linears, where), PAIRS), False
+    def read(self, found, where):
+        return [(["Linear"], PAIRS)]
 
     def rename(self, name):
         return name.replace(f".{SCALE_NAME}", ".toy_scale")

@@ -42,6 +42,7 @@ from octavo.checkpoint.scheme import (
     TENSORWISE,
     WEIGHT,
     WEIGHT_ONLY,
+    Groups,
     Layout,
     Scheme,
     are_names,
@@ -83,7 +84,7 @@ def is_expert(name: str) -> bool:
 
 class CompressedTensors(Layout):
     name, needs, exact, experts = "compressed-tensors", "compressed-tensors", True, EXPERTS
-    smaller_blocks = False
+    cache, smaller_blocks = KV_CACHE_SCHEME, False
     # sentence-transformers calls a part of the model, and transformers widens weights in a hook of the whole. With this
     # it widens them as it loads them, by the arguments of one group for all.
     in_parts: ClassVar[Mapping[str, Any]] = {"dequantize": True}
@@ -103,23 +104,17 @@ class CompressedTensors(Layout):
             "ignore": list(ignore),
         }
 
-    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
-        kv_cache = found.get("kv_cache_scheme") is not None
-        required = {**_REQUIRED, "kv_cache_scheme": KV_CACHE_SCHEME if kv_cache else None}
+    def read(self, found: Mapping[str, Any], where: Path) -> Groups:
         # A status that is null and the sparsity of a dense model mean nothing.
         said = {key: value for key, value in found.items() if key != "quantization_status" or value is not None}
         sparsity = said.get("sparsity_config")
         if isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense"):
             del said["sparsity_config"]
-        check_settings({**_REQUIRED, **said}, required, where)
+        check_settings({**_REQUIRED, **said}, _REQUIRED, where)
         formats = {scheme.format for scheme in SCHEMES.values()} | {"mixed-precision", "naive-quantized"}
         if found.get("format") not in formats:
             raise ArtifactError(f"{where}: format is {found.get('format')!r}, octavo runs {', '.join(sorted(formats))}")
-        packed, groups = packed_layers(self, found, linears, where), _groups(found, where)
-        schemes = {name: scheme for name in packed if (scheme := _scheme_of(name, groups)) is not None}
-        if left := [name for name in packed if name not in schemes]:
-            raise ArtifactError(f"{where}: no group of config_groups has {left[0]}, and ignore does not: pack it again")
-        return schemes, kv_cache
+        return _groups(found, where)
 
     def renew(self, config: dict[str, Any], folder: Path) -> None:
         if isinstance(older := config.pop("compression_config", None), dict):  # the name of 2024
@@ -147,7 +142,7 @@ def _point_at_experts(targets: dict[Scheme, list[str]], schemes: Mapping[str, Sc
         targets.setdefault(CHANNEL, []).append(EXPERTS)
 
 
-def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Scheme]]:
+def _groups(found: Mapping[str, Any], where: Path) -> Groups:
     path, groups = "quantization_config.config_groups", found.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
         raise ArtifactError(f"{where}: {path} must hold groups, got {groups!r}")
@@ -182,20 +177,9 @@ def _arguments(value: Any) -> Any:
     return said
 
 
-def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme | None:
-    """The scheme of the first group that names the layer, by its name, a pattern (re:...) or its class."""
-    for targets, scheme in groups:
-        if "Linear" in targets or any(is_named(target, name, exact=True) for target in targets):
-            return scheme
-    return None
-
-
 # ---- The layout fp8: 128 x 128 blocks, in the names of DeepSeek-V3 and transformers' FineGrainedFP8Config.
 #
-# Two variants of other writers are read:
-#
-#     scale_fmt "ue8m0"           all scales are powers of two, those of inputs too (DeepSeek); with 1 x 32 it is MX
-#     weight_block_size null      one scale a tensor, and activation_scheme static or dynamic (transformers)
+# Others write scales that are powers of two, those of inputs too (DeepSeek), or one scale a tensor (transformers).
 #
 # `weight_scale_inv` multiplies, as every scale does. transformers leaves output heads unpacked even if the list of
 # unpacked layers lacks them, and so does `read_packing`. AutoFP8 (github.com/neuralmagic/AutoFP8) has the same
@@ -203,27 +187,35 @@ def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme 
 
 
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_POW2, _WHOLE = _BLOCKS | {"scale_fmt": "ue8m0"}, _BLOCKS | {"weight_block_size": None}
 _MADE = {"scale_fmt": "float", "expert_dtype": "fp8"}  # where a folder does not state them
+_VARIANTS = {
+    BLOCK: _MADE | _BLOCKS,
+    BLOCK_POW2: _MADE | _POW2,
+    MX: _MADE | _POW2 | {"weight_block_size": [1, 32]},
+    TENSORWISE: _MADE | _WHOLE,
+    STATIC: _MADE | _WHOLE | {"activation_scheme": "static"},
+}
 
 
 class Fp8(Layout):
     name, needs = "fp8", "accelerate"
     schemes = (BLOCK.name,)
     ignore = ("modules_to_not_convert", "ignored_layers")
-    holds_cache = False
 
     def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
         return {**_BLOCKS, "fmt": "e4m3", "modules_to_not_convert": list(ignore)}
 
-    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+    def read(self, found: Mapping[str, Any], where: Path) -> Groups:
         if "weight_block_size" not in found:
             raise ArtifactError(
                 f"{where}: quant_method fp8 without a weight_block_size is AutoFP8, and octavo reads the layouts "
                 f"{', '.join(LAYOUTS)}: pack the BF16 model again, or write it with llm-compressor"
             )
-        required, scheme = _variant(found)
-        check_settings({**_MADE, **found}, {**_MADE, **required}, where)
-        return dict.fromkeys(packed_layers(self, found, linears, where), scheme), False
+        stated = {**_MADE, **found, "weight_block_size": found["weight_block_size"] or None}
+        closest = min(_VARIANTS, key=lambda scheme: len(differences(stated, _VARIANTS[scheme], "")))
+        check_settings(stated, _VARIANTS[closest], where)
+        return [(["Linear"], closest)]
 
     def rename(self, name: str) -> str:
         return f"{name}_inv" if name.endswith(f".{SCALE_NAME}") else name
@@ -231,19 +223,6 @@ class Fp8(Layout):
     def names_in_memory(self, name: str, kv_cache: bool) -> list[str]:
         module, _, leaf = name.rpartition(".")
         return [f"{module}.{OTHER_NAMES[leaf]}"] if leaf in OTHER_NAMES else super().names_in_memory(name, kv_cache)
-
-
-def _variant(found: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme]:
-    """The settings that a `quantization_config` must have, and its scheme."""
-    block, static = found["weight_block_size"], found.get("activation_scheme") == "static"
-    if not block:
-        inputs = "static" if static else "dynamic"
-        return {**_BLOCKS, "activation_scheme": inputs, "weight_block_size": block}, STATIC if static else TENSORWISE
-    if found.get("scale_fmt") != "ue8m0":
-        return _BLOCKS, BLOCK
-    if list(block) == [1, 32]:  # MX, as transformers has it
-        return {**_BLOCKS, "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}, MX
-    return {**_BLOCKS, "scale_fmt": "ue8m0"}, BLOCK_POW2
 
 
 # ---- The layout modelopt, which NVIDIA ModelOpt exports, and vLLM and TensorRT-LLM read.
@@ -266,7 +245,7 @@ _STORED = {"dynamic": False, "num_bits": 8, "type": "float"}  # of weights, and 
 
 
 class ModelOpt(Layout):
-    name, readers = "modelopt", "vLLM and TensorRT-LLM"
+    name, readers, cache = "modelopt", "vLLM and TensorRT-LLM", _STORED
     schemes = tuple(scheme.name for scheme in _ALGORITHMS.values())
 
     def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
@@ -291,15 +270,13 @@ class ModelOpt(Layout):
         }
         return {SIDE_FILE: {"producer": described["producer"], "quantization": settings}}
 
-    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+    def read(self, found: Mapping[str, Any], where: Path) -> Groups:
         algorithm = str(found.get("quant_algo")).upper()
         if algorithm not in _ALGORITHMS:
             runs = ", ".join(_ALGORITHMS)
             raise ArtifactError(f"{where}: quant_algo is {found.get('quant_algo')!r}, octavo runs {runs}")
-        kv_cache = found.get("kv_cache_scheme") is not None
-        required = {"quant_method": "modelopt", "kv_cache_scheme": _STORED if kv_cache else None}
-        check_settings({**found, "quant_algo": None}, required, where)
-        return dict.fromkeys(packed_layers(self, found, linears, where), _ALGORITHMS[algorithm]), kv_cache
+        check_settings({**found, "quant_algo": None}, {"quant_method": "modelopt"}, where)
+        return [(["Linear"], _ALGORITHMS[algorithm])]
 
     def renew(self, config: dict[str, Any], folder: Path) -> None:
         where, found = folder / "config.json", config.get("quantization_config")
@@ -372,9 +349,8 @@ class TorchAo(Layout):
     name, needs, written = "torchao", "torchao", False
     schemes = tuple(scheme.name for scheme in _CONFIGURATIONS.values())
     ignore = ("modules_to_not_convert",)
-    holds_cache = False
 
-    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+    def read(self, found: Mapping[str, Any], where: Path) -> Groups:
         described: Any = found.get("quant_type")
         default = described.get("default") if isinstance(described, dict) and len(described) == 1 else None
         kind, settings = (default.get("_type"), default.get("_data")) if isinstance(default, dict) else (None, None)
@@ -394,7 +370,7 @@ class TorchAo(Layout):
                 f"{_DYNAMIC} or {_WEIGHTS}, PerRow or PerTensor, in float8_e4m3fn, without bounds and embeddings: "
                 "pack the BF16 model with octavo pack"
             )
-        return dict.fromkeys(packed_layers(self, found, linears, where), scheme), False
+        return [(["Linear"], scheme)]
 
 
 # ---- The layouts by their names, and a packing: a layout with the scheme of each layer.
@@ -428,7 +404,7 @@ def check_layout(layout: Layout, schemes: Iterable[Scheme], kv_cache: bool) -> N
         raise ValueError(f"{said} holds {what}, not {', '.join(others)}: --scheme {held[0]}, {instead}")
     if layout.schemes and len(names) > 1:
         raise ValueError(f"{said} holds one scheme in a model, not {' and '.join(names)}: one, {instead}")
-    if kv_cache and not layout.holds_cache:
+    if kv_cache and layout.cache is None:
         raise ValueError(f"{said} has no place for the scales of a KV cache: {instead.removeprefix('or ')}")
 
 
@@ -522,6 +498,20 @@ def read_packing(config: Mapping[str, Any], linears: Sequence[str], where: Path,
     found = config.get("quantization_config")
     if not isinstance(found, dict):
         raise ArtifactError(f"{where} has no quantization_config, so the model is not packed: run octavo pack MODEL")
+    layout, cache = layout_of(found), found.get("kv_cache_scheme")
+    groups = layout.read({key: value for key, value in found.items() if key != "kv_cache_scheme"}, where)
+    if cache is not None:
+        check_settings({"kv_cache_scheme": cache}, {"kv_cache_scheme": layout.cache}, where)
     linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in HEADS]
-    layout = layout_of(found)
-    return Packing(layout, *layout.read(found, linears, where))
+    packed = packed_layers(layout, found, linears, where)
+    schemes = {name: scheme for name in packed if (scheme := _scheme_of(name, groups)) is not None}
+    if left := [name for name in packed if name not in schemes]:
+        raise ArtifactError(f"{where}: no group of config_groups has {left[0]}, and ignore does not: pack it again")
+    return Packing(layout, schemes, cache is not None)
+
+
+def _scheme_of(name: str, groups: Groups) -> Scheme | None:
+    for targets, scheme in groups:
+        if "Linear" in targets or any(is_named(target, name, exact=True) for target in targets):
+            return scheme
+    return None

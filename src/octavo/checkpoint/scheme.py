@@ -426,6 +426,9 @@ def check_groups(names: Iterable[str], schemes: Mapping[str, Scheme]) -> None:
 # ---- A layout: one way to write a packing down (`octavo.checkpoint.layouts`), and what the layouts share.
 
 
+Groups = list[tuple[list[str], Scheme]]  # layers (names, patterns, or "Linear" for all); the first that fits counts
+
+
 class Layout:
     """One way to write a packing down. A subclass has a name, `describe`, `read`, and what differs beside them."""
 
@@ -434,7 +437,7 @@ class Layout:
     ignore: ClassVar[tuple[str, ...]] = ("ignore",)  # the keys of the list of unpacked layers; the first is written
     exact: ClassVar[bool] = False  # an entry of that list is a whole name; else it may name a module above (`is_named`)
     written: ClassVar[bool] = True  # Octavo writes it; False: it is read alone
-    holds_cache: ClassVar[bool] = True  # it has a place for the scales of a KV cache
+    cache: ClassVar[Mapping[str, Any] | None] = None  # the kv_cache_scheme of stored scales; None: it has no place
     smaller_blocks: ClassVar[bool] = True  # the last block along K may be smaller; False: transformers opens none such
     readers: ClassVar[str] = ""  # the programs that open it beside Octavo, if transformers does not
     needs: ClassVar[str] = ""  # the package without which transformers does not open it
@@ -445,9 +448,9 @@ class Layout:
         """The `quantization_config` of layers packed by `schemes`, with the layers `ignore` unpacked."""
         raise NotImplementedError
 
-    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
-        """The scheme of each packed layer, and whether the scales of keys and values are stored. An ArtifactError for a
-        packing of another kind, with the values found and required."""
+    def read(self, found: Mapping[str, Any], where: Path) -> Groups:
+        """The schemes that a `quantization_config` states. An ArtifactError for a packing of another kind, with the
+        values found and required."""
         raise NotImplementedError
 
     def renew(self, config: dict[str, Any], folder: Path) -> None:
