@@ -11,7 +11,7 @@ from octavo.checkpoint import scheme as schemes
 from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
 from octavo.checkpoint.layouts import Packing, layout_of, quantization_config, read_config, read_packing, write_config
-from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, KvScales, Scheme
+from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_ENDINGS, SCALE_NAME, KvScales, Scheme
 from octavo.numerics import QTensor
 from octavo.numerics.formats import E4M3
 
@@ -57,12 +57,8 @@ class PackedTensors:
         self.kv_scales: KvScales = schemes.kv_pairs(self._kv_scales, required)
         self.packing = replace(packing, kv_cache=bool(self.kv_scales))
         names = {ours: name for name in specs for ours in packing.names_in_memory(name)}
-        self._scales = {
-            ours: names[ours]
-            for layer in packing.schemes
-            for leaf in (SCALE_NAME, INPUT_SCALE_NAME)
-            if (ours := f"{layer}.{leaf}") in names
-        }
+        scales = (f"{layer}{ending}" for layer in packing.schemes for ending in SCALE_ENDINGS)
+        self._scales = {ours: names[ours] for ours in scales if ours in names}
         if codes := [name for name in in_eight_bits if name not in packing.schemes]:
             raise ArtifactError(
                 f"{self.folder}: {codes[0]}.weight is in eight bits, and config.json lists the layer as unpacked, so "

@@ -39,7 +39,6 @@ class ExpertFiles:
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
         named = (*model.named_parameters(), *model.named_buffers())
-        self.shapes = {name: tuple(t.shape) for name, t in named}
         self.parts: dict[str, list[str]] = {}
         matrices: set[str] = set()
         if any(parameter.ndim == 3 for parameter in model.parameters()):
@@ -147,13 +146,10 @@ class ExpertReader(ShardReader):
     """The tensors of `reader` under the names of the model. A stack is made of its parts when it is read."""
 
     def __init__(self, reader: ShardReader, files: ExpertFiles) -> None:
-        self.folder, in_files, self.specs = reader.folder, reader.specs, {}
-        self.in_file = reader.get  # one tensor by its name in the files
-        self._get, names = files.by_model_names(reader.get, in_files)
-        for name in names:
-            parts = [part for part in files.parts.get(name, [name]) if part in in_files]
-            first = in_files[parts[0] if parts else name]
-            self.specs[name] = first.new_empty(files.shapes[name]) if len(parts) > 1 else first
+        self.folder, self.in_file = reader.folder, reader.get  # one tensor by its name in the files
+        self._get, names = files.by_model_names(reader.get, reader.specs)
+        described, _ = files.by_model_names(reader.specs.__getitem__, reader.specs)
+        self.specs = {name: described(name) for name in names}
 
     def get(self, name: str) -> Tensor:
         return self._get(name)

@@ -202,20 +202,18 @@ class Pair(NamedTuple):
 def _find_architecture(source: Source, *, rotates: bool) -> Architecture:
     """The architecture of `source`. An ArtifactError, which says why, if it cannot be folded, or not rotated."""
     where = source.description / "config.json"
-    architecture = str((source.config.get("architectures") or ["of no named architecture"])[0])
+    named = str((source.config.get("architectures") or ["of no named architecture"])[0])
+    named = "octavo's GPT-2" if isinstance(source.meta_model.model, GPT2) else named
     rotated = ", ".join(f"{each.name}ForCausalLM" for each in ARCHITECTURES.values() if each.fusable)
-    supported = f"{rotated}; and to smooth, OPTForCausalLM and BERT-like encoders"
-    if isinstance(source.meta_model.model, GPT2):
-        raise ArtifactError(f"{where} is of a run of octavo's GPT-2: fold takes {supported}")
-    like_bert = architecture.startswith("Bert")
-    known = ARCHITECTURES.get("Bert" if like_bert else architecture.removesuffix("ForCausalLM"))
-    if rotates and architecture.startswith(("OPT", "Bert")):
+    known = ARCHITECTURES.get("Bert" if named.startswith("Bert") else named.removesuffix("ForCausalLM"))
+    if known is None or not known.block.up:
+        supported = f"{rotated}; and to smooth, OPTForCausalLM and BERT-like encoders"
+        raise ArtifactError(f"{where}: {named} cannot be folded; supported are {supported}")
+    if rotates and not known.block.rms:
         raise ArtifactError(
-            f"{where}: {architecture} has LayerNorm, whose mean and bias a rotation does not leave in place: only "
+            f"{where}: {named} has LayerNorm, whose mean and bias a rotation does not leave in place: only "
             f"models with RMSNorm are rotated ({rotated})"
         )
-    if known is None or not (known.fusable or like_bert or known.name == "OPT"):
-        raise ArtifactError(f"{where}: {architecture} cannot be folded; supported are {supported}")
     return known
 
 
