@@ -135,18 +135,11 @@ def test_the_index_says_which_file_a_tensor_is_taken_from(tmp_path):
         ShardReader(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["U16", "U32", "U64", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3"])
-def test_dtypes_that_no_model_of_ours_has(tmp_path, dtype):
-    """Those that PyTorch has are shown; the others are named."""
-    size = {"U16": 8, "U32": 16, "U64": 32, "C64": 32, "F4": 2, "F6_E2M3": 3}.get(dtype, 4)  # of four elements
+@pytest.mark.parametrize(("dtype", "size"), [("F4", 2), ("F6_E2M3", 3)])
+def test_a_dtype_that_pytorch_does_not_have_is_named(tmp_path, dtype, size):
     write_file(tmp_path, {"a": {"dtype": dtype, "shape": [4, 1], "data_offsets": [0, size]}}, bytes(size))
-    if dtype in ("F4", "F6_E2M3"):
-        with pytest.raises(ArtifactError, match=rf"{SINGLE}: a has the dtype {dtype}, and F64, .* are read"):
-            ShardReader(tmp_path)
-        return
-    reader = ShardReader(tmp_path)
-    assert same_specs(reader, {"a": reader.get("a")})
-    assert reader.specs["a"].nbytes == size
+    with pytest.raises(ArtifactError, match=rf"{SINGLE}: a has the dtype {dtype}, and F64, .* are read"):
+        ShardReader(tmp_path)
 
 
 def test_files_that_are_missing_or_broken(tmp_path):
@@ -296,9 +289,3 @@ def test_each_code_of_e4m3_and_integers():
     for code in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn):
         assert bool(is_finite(code.view(1))) == bool(code.float().isfinite())
     assert is_finite(torch.arange(5))
-
-
-def test_names_of_what_fails_in_their_order():
-    yes, no = torch.tensor(True), torch.tensor(False)
-    assert module.failing({"a": no, "b": yes, "c": no}) == ["a", "c"]
-    assert module.failing({}) == []

@@ -16,7 +16,6 @@ from octavo.hf import meta_model
 from octavo.hf.meta_model import IMAGES, SOUNDS, TOKENS, arguments_of, has_decoder, image_shape, random_inputs
 from octavo.hf.source import open_source
 from octavo.inference.opening import open_model
-from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.packing import convert_layout, pack, unpack
 from octavo.train.config import Config
 from octavo.train.model import CPU, META, open_language_model
@@ -232,13 +231,6 @@ def test_buffers_are_computed_by_the_nearest_model_or_a_module_above(name):
 
 
 # ---- causal or not, by what a model computes
-
-
-@pytest.mark.parametrize(
-    "config", [LlamaConfig(50, 2, 32, 2, 1, 64, 16), GPT2Config(50, 2, 32, 2, 16)], ids=["llama", "gpt2"]
-)
-def test_our_models_are_causal(config):
-    assert meta_model.is_causal(build(config), 50)
 
 
 @pytest.mark.parametrize("decoder", [False, True])

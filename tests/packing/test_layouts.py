@@ -208,7 +208,7 @@ def test_what_cannot_be_converted(folders, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-NAME = "model.layers.0.mlp.up_proj.weight_scale"
+W, NAME = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"
 
 
 @pytest.mark.parametrize(
@@ -218,22 +218,25 @@ NAME = "model.layers.0.mlp.up_proj.weight_scale"
         ({}, NAME, None, "up_proj.weight_scale must be .*, it is missing"),
         ({}, NAME, torch.ones(128), r"weight_scale must be .*\[256, 1\], it is .*\[128, 1\]"),
         ({}, NAME, torch.ones(256, 1).double(), "up_proj.* must be .*float32.*it is .*float64"),
+        ({}, W, torch.ones(256, 128).bfloat16(), "up_proj.* must be .*float8_e4m3fn.*it is .*bfloat16"),
+        ({}, W, torch.ones(128, 256).to(torch.float8_e4m3fn), "up_proj.*must be"),
         ({"scheme": "block", "layout": "modelopt"}, NAME, torch.ones(1, 2, 1, 1), "up_proj"),
     ],
 )
 def test_damaged_folders(folders, tmp_path, how, name, scale, message):
     bad = pack(folders["bf16"], tmp_path / "bad", **how).folder
     change_tensors(bad, lambda t: t.pop(name) if scale is None else t.update({name: scale}))
-    with pytest.raises(ArtifactError, match=message):
-        PackedTensors(bad)
+    for opened, said in ((PackedTensors, message), (load_packed, re.escape(name))):
+        with pytest.raises(ArtifactError, match=said):
+            opened(bad)
 
 
 @pytest.mark.parametrize("how", [{}, {"scheme": "tensor"}, {"layout": "modelopt"}])
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("name", [W, NAME, "model.norm.weight"])
 def test_one_nan_is_not_repacked(folders, tmp_path, name, how):
     shutil.copytree(folders["channel"], tmp_path / "bad")
     change_tensors(tmp_path / "bad", lambda t: t[name].flatten()[-1:].copy_(torch.tensor([math.nan])))
-    for act in (partial(convert_layout, **how), unpack):
+    for act in (partial(convert_layout, **how), unpack, lambda folder, _: load_packed(folder)):
         with pytest.raises(ArtifactError, match=f"{name} holds inf or NaN; the folder is damaged or of another model"):
             act(tmp_path / "bad", tmp_path / "out")
     assert not (tmp_path / "out").exists()

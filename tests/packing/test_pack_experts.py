@@ -166,20 +166,6 @@ def test_the_quality_of_each_expert_is_measured(sources, tmp_path):
     assert sum(db is not None and 25 < db < 32 for db in seen.values()) > 12
 
 
-def test_an_expert_of_zeros_is_packed_as_zeros(sources, tmp_path):
-    """As of an expert that no token ever reached."""
-    source = shutil.copytree(sources["mixtral"], tmp_path / "source")
-    of = "model.layers.0.block_sparse_moe.experts.1."
-    change_tensors(source, lambda tensors: [t.zero_() for name, t in tensors.items() if name.startswith(of)])
-    pack(source, tmp_path / "packed", experts=True)
-    tensors = load_file(tmp_path / "packed" / "model.safetensors")
-    names = [name for name in tensors if name.startswith(of)]
-    assert len(names) == 6
-    assert all(tensors[name].float().isfinite().all() for name in names)
-    assert not any(tensors[name].float().any() for name in names if name.endswith(".weight"))
-    assert outputs(octavo.load(tmp_path / "packed")).isfinite().all()
-
-
 def test_experts_in_bf16_are_counted(sources, tmp_path):
     report = pack(sources["mixtral"], tmp_path / "plain")
     sizes = {name: t.nbytes for name, t in load_file(tmp_path / "plain" / "model.safetensors").items()}
@@ -199,25 +185,6 @@ def test_experts_that_cannot_be_packed(sources, tmp_path):
 
 
 # ---- Mixtures whose experts stay in BF16, or were packed by others
-
-
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        *((kind, {"scheme": "channel"}) for kind in ("mixtral", "qwen3moe")),
-        *((kind, {"scheme": "block", "layout": "fp8"}) for kind in ("mixtral", "qwen3moe")),
-        *((kind, {"scheme": "int8"}) for kind in ("mixtral", "qwen3moe", "deepseekv3")),
-    ],
-)
-def test_the_experts_of_a_packed_mixture_keep_their_bits(made, tmp_path, kind, how):
-    source, packed = made(kind), made(kind, **how)
-    stored, plain = (load_file(folder / "model.safetensors") for folder in (packed, source))
-    experts = {name for name in plain if is_expert(name)}
-    assert {name for name in stored if is_expert(name)} == experts != set()
-    assert all(torch.equal(stored[name], plain[name]) for name in experts)
-    unpack(packed, tmp_path / "plain")
-    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == plain.keys()
-    open_theirs(tmp_path / "plain")
 
 
 def test_other_programs_are_told_that_experts_are_not_packed(made):

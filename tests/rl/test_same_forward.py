@@ -119,7 +119,7 @@ def test_steps_and_pushes_within_the_mode(folders):
     trained, served = pair(folders, "qwen3", "rowwise_forward")
     optimizer, given = torch.optim.SGD(trained.parameters(), 0.1), prompts(3, padded=True)
     with same_bits(trained, served):
-        for _ in range(2):
+        for _ in range(3):
             texts, steps = answer(served, given)
             logits = forward(trained, texts, given["attention_mask"])
             assert torch.equal(logits.float(), steps)
