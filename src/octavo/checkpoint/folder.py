@@ -285,18 +285,14 @@ def _modules(source: Path) -> Iterator[str]:
 
 def _copy_module(source: Path, target: Path) -> None:
     """Copy the folder of a module with its tensors; a pickle is left behind where there are safetensors."""
-    files = sorted(path for path in source.rglob("*") if path.is_file())
-    pickles = [path for path in files if path.suffix in _PICKLES]
-    if pickles and not any(path.suffix == SUFFIX for path in files):
+    pickles = sorted(path for path in source.rglob("*") if path.suffix in _PICKLES)
+    if pickles and not any(source.rglob(f"*{SUFFIX}")):
         raise ArtifactError(
             f"{pickles[0]} is a pickle, which can run code and is not copied: save the model with safetensors "
             "(sentence-transformers' save does)"
         )
-    for path in files:
-        if path not in pickles:
-            copied = target / path.relative_to(source)
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copied)
+    without = shutil.ignore_patterns(*(f"*{suffix}" for suffix in _PICKLES))
+    shutil.copytree(source, target, ignore=without, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
 
 # ---- The folder of a training run.

@@ -95,17 +95,18 @@ def pack_source(
     config, original = job.config(), read_card(source.description)
     card = partial(card_of, out.name, source.origin.name, config, original=original)
     written = write_model(source, out, job.change, config, record, progress, "packing", job.kv_scales, card)
+    sizes = {name.removesuffix(".weight"): tensor.nbytes for name, tensor in written.specs.items()}
     return PackReport(
         **vars(written),
         packed={name: scheme.name for name, scheme in layers.schemes.items()},
         skipped=layers.skipped,
-        bf16_bytes=2 * sum(source.specs[f"{n}.weight"].numel() for n in layers.linears) + job.expert_bytes(packed=True),
+        bf16_bytes=2 * sum(written.specs[f"{name}.weight"].numel() for name in job.packing.schemes),
         packed_bytes=job.packed_bytes(written.specs),
         gains=job.weights.gains,
         ratios=job.weights.ratios,
         cached=len(job.kv_scales) // 2,
         lacks_tokenizer=source.meta_model.takes_text and not has_tokenizer(out),
-        unpacked_expert_bytes=job.expert_bytes(packed=False),
+        unpacked_expert_bytes=sum(sizes[name] for name in set(source.meta_model.experts.experts) - {*layers.experts}),
         not_linear=job.not_linear,
         updates=job.updates,
     )
@@ -167,12 +168,6 @@ class PackJob:
             cosine = both / math.sqrt(u * d) if u * d else 0.0
             found[kind] = KeptUpdate(len(sums), math.sqrt(d / u) if u else 1.0, cosine)
         return found
-
-    def expert_bytes(self, *, packed: bool) -> int:
-        """The bytes in BF16 of the experts that are packed, or of those that are not."""
-        files, specs = self.source.meta_model.experts, self.source.specs
-        sizes = {part: 2 * specs[name].numel() // len(parts) for name, parts in files.stacks.items() for part in parts}
-        return sum(sizes[part] for part in files.experts if (part in self.layers.schemes) == packed)
 
     def config(self) -> dict[str, Any]:
         meta_model, config = self.source.meta_model, dict(self.source.config)

@@ -270,14 +270,13 @@ class StreamedLinear(nn.Module):
 class StreamedModel:
     """A model of transformers (of `transformers_meta_model`, changed in place), to run. `get` reads a tensor to the CPU
     by its name in the files, which hold `stored`. `compute` computes a linear layer, `rounds` has a function for each
-    layer that rounds keys and values; both may be replaced between calls. `logits`: its outputs are those of tokens."""
+    layer that rounds keys and values; both are set before a call. `logits`: its outputs are those of tokens."""
 
     def __init__(
         self,
         meta_model: MetaModel,
         get: Callable[[str], Tensor],
         stored: Collection[str],
-        compute: LinearFn,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -287,7 +286,8 @@ class StreamedModel:
         if meta_model.experts.stacks:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
-        self.compute, self.device, self.logits = compute, torch.device(device), models.predicts_tokens(model)
+        self.device, self.logits = torch.device(device), models.predicts_tokens(model)
+        self.compute: LinearFn
         self.rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]] = ()
         self.experts: dict[str, StreamedExperts] = {}  # each module of them, by its name
         tied = models.tied_names(model)

@@ -80,9 +80,11 @@ class CheckpointFiles:
 def read_files(folder: Path) -> CheckpointFiles:
     """Read the settings and the headers of the safetensors files of `folder`. A pickle is a finding, and not opened."""
     files = CheckpointFiles(folder)
-    files.config = _read_json(files, "config.json", required=True)
+    files.config = _read_json(files, "config.json")
     if files.config:
         _find_settings(files)
+    elif not (folder / "config.json").is_file():
+        files.add_finding("file", "config.json", "is missing")
     files.record = _read_json(files, "octavo.json")
     for path in sorted(p for p in folder.rglob("*") if p.suffix in PICKLES):
         name = str(path.relative_to(folder))
@@ -107,11 +109,9 @@ def _find_settings(files: CheckpointFiles) -> None:
         files.config["quantization_config"] = {"quant_method": "modelopt"} | modelopt
 
 
-def _read_json(files: CheckpointFiles, name: str, required: bool = False) -> dict[str, Any]:
+def _read_json(files: CheckpointFiles, name: str) -> dict[str, Any]:
     path = files.folder / name
     if not path.is_file():
-        if required:
-            files.add_finding("file", name, "is missing")
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

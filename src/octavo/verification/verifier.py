@@ -241,7 +241,7 @@ class Verification:
         layers = BaselineLayers(get, PackedLayers(self.files, self.layers, self.device))
         packed = self._packed_model()
         served = transformers_meta_model(self.source.config, self.source.description)
-        reference = StreamedModel(served, get, metas, layers, self.device)
+        reference = StreamedModel(served, get, metas, self.device)
         packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
         for done, ids in enumerate(self.batches):
             self.progress(done, len(self.batches), "running prompts")
@@ -263,7 +263,7 @@ class Verification:
         """The reference. Its modules are changed, so they are not those of `meta_model`."""
         meta_model = transformers_meta_model(self.files.config, self.files.folder)
         layers = PackedLayers(self.files, self.layers, self.device)
-        model = StreamedModel(meta_model, layers.get, self.files.shapes, layers, self.device, dtype)
+        model = StreamedModel(meta_model, layers.get, self.files.shapes, self.device, dtype)
         self._round(model, round_input)
         return model
 
