@@ -186,10 +186,10 @@ def _arguments(value: Any) -> Any:
 # quant_method, no weight_block_size, and other names of scales. It is refused.
 
 
-_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _POW2, _WHOLE = _BLOCKS | {"scale_fmt": "ue8m0"}, _BLOCKS | {"weight_block_size": None}
 _MADE = {"scale_fmt": "float", "expert_dtype": "fp8"}  # where a folder does not state them
-_VARIANTS = {
+_VARIANTS: dict[Scheme, dict[str, Any]] = {
     BLOCK: _MADE | _BLOCKS,
     BLOCK_POW2: _MADE | _POW2,
     MX: _MADE | _POW2 | {"weight_block_size": [1, 32]},
