@@ -28,6 +28,8 @@ from octavo.inference.opening import load_packed
 from octavo.numerics import Cast, group
 from octavo.packing import convert_layout, pack, pack_within, unpack
 from octavo.verification import layer_spec, verify
+from octavo.verification.layer_spec import cache_scales
+from octavo.verification.stored_files import read_files
 
 
 @pytest.mark.parametrize("cache", [None, "fp8"])
@@ -48,12 +50,16 @@ def test_there_and_back_again_changes_no_bit(made, tmp_path, scheme, cache):
 
 def test_one_scale_of_a_cache_for_keys_and_values(made, tmp_path):
     folder = shutil.copytree(made("llama", scheme="static", kv_cache="fp8"), tmp_path / "theirs")
-    ours = PackedTensors(folder).kv_scales
+    ours, modelopt = PackedTensors(folder).kv_scales, made("llama", scheme="static", layout="modelopt", kv_cache="fp8")
+    assert cache_scales(read_files(folder)) == cache_scales(read_files(modelopt)) == ours
     for name, (k, _) in ours.items():
         change_tensors(folder, lambda t, name=name: [t.pop(f"{name}.{leaf}") for leaf in ("k_scale", "v_scale")])
         change_tensors(folder, lambda t, name=name, k=k: t.update({f"{name}.kv_scale": k}))
-    assert PackedTensors(folder).kv_scales == {name: (k, k) for name, (k, _) in ours.items()}
+    one_scale = {name: (k, k) for name, (k, _) in ours.items()}
+    assert PackedTensors(folder).kv_scales == cache_scales(read_files(folder)) == one_scale
     load_packed(folder)
+    change_tensors(folder, lambda t: t.pop("model.layers.1.self_attn.kv_scale"))
+    assert cache_scales(read_files(folder)) == {}
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": []}

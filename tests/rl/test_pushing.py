@@ -145,17 +145,6 @@ def test_adapters_are_merged(made, tmp_path, recipe):
     assert torch.equal(tokens(served), tokens(afresh))
 
 
-@pytest.mark.parametrize("names", [["module"], ["_orig_mod"], ["module", "_orig_mod"]])
-def test_wrappers_may_stand_around_adapters(made, names):
-    """As DDP and torch.compile put PEFT's model under a name of theirs."""
-    model, served = adapted(trained("llama")), octavo.load(made("llama", scheme="channel"))
-    first = push(model, served).checksum
-    for name in names:
-        model, outer = nn.Module(), model
-        model.add_module(name, outer)
-    assert push(model, served).checksum == first
-
-
 def test_adapters_that_are_merged_or_off_are_not_added_again(made):
     served, model = octavo.load(made("llama", scheme="channel")), adapted(trained("llama"))
     with model.disable_adapter():

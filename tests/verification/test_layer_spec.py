@@ -24,8 +24,7 @@ from octavo.evaluation.metrics import EmbeddingSums, Estimate, LogitQuality
 from octavo.packing import pack
 from octavo.rates.measured import measured_speeds
 from octavo.verification.findings import LayerReport, Report
-from octavo.verification.layer_spec import LayerSpec, SpecError, cache_scales, read_specs, round_input, widen
-from octavo.verification.stored_files import read_files
+from octavo.verification.layer_spec import LayerSpec, SpecError, read_specs, round_input, widen
 
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 NAMES = ["a.q_proj", "a.gate", "lm_head"]
@@ -167,25 +166,6 @@ def test_scales_that_transformers_does_not_use(made, monkeypatch):
     assert report.readers[0].outcome == "agrees"
     assert "its KV scales unused" in report.readers[0].note
     assert report.readers[0].distance > 1e-3  # of keys and values that are not rounded
-
-
-def test_scales_of_keys_and_values_have_many_names(made, tmp_path):
-    layouts = "compressed-tensors", "modelopt"
-    ours, modelopt = (made("llama", scheme="static", layout=layout, kv_cache="fp8") for layout in layouts)
-    scales = cache_scales(read_files(ours))
-    assert list(scales) == [f"model.layers.{layer}.self_attn" for layer in range(2)]
-    assert cache_scales(read_files(modelopt)) == scales
-    renamed = shutil.copytree(ours, tmp_path / "renamed")
-
-    def rename(tensors):
-        for name in scales:
-            tensors[f"{name}.kv_scale"] = tensors.pop(f"{name}.k_scale")
-            del tensors[f"{name}.v_scale"]
-
-    change_tensors(renamed, rename)
-    assert cache_scales(read_files(renamed)) == {name: (k, k) for name, (k, _) in scales.items()}
-    change_tensors(renamed, lambda tensors: tensors.pop("model.layers.1.self_attn.kv_scale"))
-    assert cache_scales(read_files(renamed)) == {}
 
 
 # ---- The quality of the model and of each layer is that of transformers' models, and of NumPy
