@@ -5,16 +5,6 @@
 
 This is data alone, below every package: `octavo.nn` cannot import `octavo.hf`, and reads it too.
 
-    what                         reads                                          in
-    convert, fusion              fusable, o                                     octavo.nn
-    tensor parallelism           layers, embeddings, block, norm, fusable       octavo.distributed.tensor_parallelism
-    smoothing and rotation       block, embeddings, norm                        octavo.packing.transforms
-    layers packed together       block, expert_up                               octavo.checkpoint.scheme, octavo.packing
-    calibration                  name                                           octavo.hf.block_by_block
-    plan                         model_type, block, qkv_bias, fusable           octavo.plan.model_shape
-    GGUF                         gguf                                           octavo.packing.gguf_export
-    served attention             fusable, head_norms                            octavo.inference.packed_linear
-
 transformers names the classes of an architecture by its name: LlamaForCausalLM, LlamaDecoderLayer, LlamaAttention,
 LlamaMLP, LlamaRMSNorm.
 """
