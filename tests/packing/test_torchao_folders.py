@@ -17,7 +17,7 @@ from verify_examples import change_config, change_tensors
 import octavo
 from octavo.checkpoint.files import ArtifactError
 from octavo.integrations.peft import support
-from octavo.packing import convert_layout, unpack
+from octavo.packing import unpack
 from octavo.verification import verify
 
 CONFIGS = {
@@ -68,17 +68,6 @@ def test_loaded_and_unpacked_weights_are_those_of_torchao(folders, tmp_path, sch
     assert error < (1e-3 if scheme == "weight" else 1e-2)  # in FP8 inputs are rounded too
 
 
-def test_a_folder_of_several_files_has_the_bytes_of_torchao(folders, tmp_path):
-    """The data and the scales move to another layout as they are."""
-    parts = [load_file(path) for path in sorted(folders["channel"].glob("*.safetensors"))]
-    stored = {name: t for part in parts for name, t in part.items()}
-    assert len(parts) > 1
-    convert_layout(folders["channel"], tmp_path / "ours")
-    ours = load_file(tmp_path / "ours" / "model.safetensors")
-    assert torch.equal(ours[f"{UP}.weight"].view(torch.uint8), stored[f"{UP}._weight_qdata"].view(torch.uint8))
-    assert torch.equal(ours[f"{UP}.weight_scale"], stored[f"{UP}._weight_scale"])
-
-
 @pytest.mark.parametrize("scheme", CONFIGS)
 def test_verify_reads_it(folders, tmp_path, scheme):
     report = verify(folders[scheme], folders["bf16"])
@@ -93,13 +82,6 @@ def test_verify_reads_it(folders, tmp_path, scheme):
         change_tensors(bad, lambda tensors: tensors[f"{UP}._weight_scale"].mul_(2))
         (finding,) = verify(bad, folders["bf16"]).findings
         assert (finding.kind, finding.where) == ("weights", f"{UP}.weight")
-
-
-def test_inspect_lists_it(folders, printed):
-    listed = printed("inspect", folders["tensor"])
-    assert "torchao: 7 layers packed" in listed
-    (row,) = (line.split() for line in listed.splitlines() if line.startswith(f"{UP}.weight "))
-    assert (row[1], row[5:7]) == ("e4m3", ["tensor", "1"])
 
 
 PLAIN = {"_type": "Float8WeightOnlyConfig", "_data": {}}
