@@ -303,15 +303,10 @@ def _copy_module(source: Path, target: Path) -> None:
 #   metrics.jsonl            one JSON object a line
 #   actions.json             promoted layers and rollbacks (`octavo.train.supervision`), once there are any
 #   watch/                   samples of the layers' operands (`octavo.watching.storage`)
-#   step-00000100/           a checkpoint: appears whole or not at all
-#     model.safetensors      the master weights, under the names of the unconverted model; of a run with `lora` the
-#                            adapters, adapter_model.safetensors and adapter_config.json, as PEFT opens them
-#     optimizer.safetensors  PARAMETER.exp_avg, ...
-#     state.safetensors      random states of every rank, and scale histories
-#     train.json             step, data fingerprint, loss scaler
-#     checksums.json         of each part of a tensor that a rank wrote (`octavo.checkpoint.files`)
+#   step-00000100/           a checkpoint: appears whole or not at all (its files: "Checkpoints" in docs/distributed.md)
 #
-# A large file of tensors is several files with an index. The number of ranks of the run makes no difference.
+# Of a run with `lora` the weights of a checkpoint are adapters, adapter_model.safetensors and adapter_config.json, as
+# PEFT opens them.
 
 
 WEIGHTS, ADAPTERS = "model", "adapter_model"  # the files of weights, without their suffix

@@ -1,13 +1,6 @@
 """The packed folder: a model with linear weights in eight bits, in a form that Hugging Face's libraries open.
 
-    OUT/
-      config.json          the model in Hugging Face's terms, "dtype": "bfloat16", and a `quantization_config`
-      model.safetensors    <module>.weight        e4m3 or int8 [N, K]   of each packed linear layer
-                           <module>.weight_scale  as its scheme says (`octavo.checkpoint.scheme`); it multiplies
-                           everything else        bfloat16          a tied head is not stored
-      tokenizer.json ...   the tokenizer's files
-
-or several files of tensors and their index. The layouts differ in names and in the `quantization_config`. Each is a
+docs/format.md specifies its files and tensors. The layouts differ in names and in the `quantization_config`. Each is a
 `Layout` in `LAYOUTS`, and nothing outside of this module asks for its name.
 
 Every linear layer is packed unless the configuration names it as ignored. A reader takes a layer that is neither packed
@@ -227,11 +220,7 @@ class Fp8(Layout):
 
 # ---- The layout modelopt, which NVIDIA ModelOpt exports, and vLLM and TensorRT-LLM read.
 #
-# One scheme for the whole model, named in `quant_algo`:
-#
-#     FP8                          static     weight_scale [], input_scale []
-#     FP8_PER_CHANNEL_PER_TOKEN    channel    weight_scale [N]
-#     FP8_PB_WO                    block      weight_scale [N / 128, 1, K / 128, 1]; vLLM casts inputs by 1 x 128
+# `quant_algo` names one scheme for the whole model. "WO" is for weights only, but vLLM casts inputs too, by 1 x 128.
 #
 # A folder states the scheme twice: in the `quantization_config` of config.json and, in an older spelling, in
 # hf_quant_config.json. It may also have only one of the two, or the older spelling in config.json. Both spellings are
@@ -326,13 +315,9 @@ def _in_newer_spelling(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
 #     <module>._weight_qdata  e4m3 [N, K]                 read as <module>.weight
 #     <module>._weight_scale  float32 [N, 1] or [1, 1]    read as <module>.weight_scale; it multiplies
 #
-# `quant_type.default` in the `quantization_config` is the configuration that torchao serializes:
-#
-#     Float8DynamicActivationFloat8WeightConfig    PerRow: channel    PerTensor: tensor
-#     Float8WeightOnlyConfig                       PerRow: weight     PerTensor: weight, tensor
-#
-# With PerTensor torchao scales an input by one amax, and Octavo by that of each token, which is finer. transformers
-# packs every linear layer but the output head and those in `modules_to_not_convert`. Source: torchao 0.18,
+# `quant_type.default` in the `quantization_config` is the configuration that torchao serializes. With PerTensor torchao
+# scales an input by one amax, and Octavo by that of each token, which is finer. transformers packs every linear layer
+# but the output head and those in `modules_to_not_convert`. Source: torchao 0.18,
 # prototype/safetensors/safetensors_support.py; transformers 5, quantizers/quantizer_torchao.py.
 
 
