@@ -21,6 +21,7 @@ from octavo.checkpoint.files import ArtifactError, model_tensors
 from octavo.hf.meta_model import compute_buffers, expert_matrices, tied_names, transformers_meta_model
 from octavo.hf.source import Source
 from octavo.nn.conversion import find_experts
+from octavo.nn.module_tools import is_conv1d
 
 _NAMES = ", ".join(each.name for each in ARCHITECTURES.values() if each.block.rms)
 SUPPORTED = f"{_NAMES}, GPT-2, OPT and BERT-like encoders are supported, and pack --freeze runs others as a whole"
@@ -29,13 +30,11 @@ Looking = Callable[[], AbstractContextManager[None]]
 
 
 def _unsupported(model: Any) -> str:
-    from transformers.pytorch_utils import Conv1D
-
     if model.config.is_encoder_decoder:
         return "it has an encoder and a decoder"
     if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
         return "its last blocks read keys and values of blocks before them"
-    if any(isinstance(module, Conv1D) for module in model.modules()):
+    if any(map(is_conv1d, model.modules())):
         return "its layers are Conv1D, which are not packed (except GPT-2's, which is read as OPT)"
     known = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, nn.Conv1d))]
     if fused := [name for name, p in model.named_parameters() if p.ndim == 3 and name.rpartition(".")[0] not in known]:
