@@ -5,7 +5,6 @@ the dtypes by operation.
 """
 
 import logging
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from octavo.ops.dispatch import COLUMNS
+from octavo.ops.registration import FLOPS, attention_backward_flops, attention_flops
 
 # ---- The arithmetic of an operation: its kind, its FLOPs, the dtype that it computes in, and the dtype of its sums.
 
@@ -82,30 +81,24 @@ def compute_dtype(kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> s
     return next((name for name in WIDTHS if name in (*inputs, *outputs)), "")
 
 
-def flops_of(func: Any, kind: str, *args: Any, out_val: Any, **keywords: Any) -> int:
-    """The FLOPs of a product, convolution or attention, by torch's formula where it has one; 0 of other operations."""
+def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
+    """The FLOPs of a product, convolution or attention, by a formula of ours or of torch; 0 of other operations."""
     from torch.utils.flop_counter import flop_registry  # here: it imports much
 
     if kind not in ("product", "convolution", "attention"):
         return 0
-    formula = None if func.namespace == "octavo" else flop_registry.get(func.overloadpacket)
+    ours = FLOPS.get(func.overloadpacket.__name__) if func.namespace == "octavo" else None
+    formula = ours or flop_registry.get(func.overloadpacket)
     if formula is not None:
-        return int(formula(*args, **keywords, out_val=out_val))
+        return int(formula(*args, **keywords, out_val=out))
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if kind == "product":
-        if "octavo.grouped_mm_dw" in str(func):  # a [N, T], b [K, T]; T in groups, with 16 columns more each
-            (n, columns), k = tensors[0].shape, tensors[1].shape[0]
-            return 2 * n * k * (columns - COLUMNS * int(out_val.shape[0]))
         if [t.ndim for t in tensors[:2]] == [2, 2] and "grouped" in str(func):  # [K, T] x [T, N], T cut into groups
             return 2 * tensors[0].numel() * tensors[1].shape[-1]
-        results = [leaf for leaf in tree_leaves(out_val) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         return 2 * results[0].numel() * tensors[0].shape[-1] if results and tensors else 0
-    if any(name in str(func) for name in ("_for_cpu", "_fused_attention", "octavo.fp8_attention")):
-        # Attention over whole rows of scores: two products; five in the backward pass, which repeats one.
-        backward = "backward" in str(func)
-        q, keys, v = (t.shape for t in tensors[backward : backward + 3])  # [B, H, T, Q], [B, H, S, Q], [B, H, S, V]
-        scores = math.prod(q[:-1]) * keys[-2]
-        return 2 * scores * ((3 * q[-1] + 2 * v[-1]) if backward else (q[-1] + v[-1]))
+    if any(name in str(func) for name in ("_for_cpu", "_fused_attention")):
+        return (attention_backward_flops if "backward" in str(func) else attention_flops)(*tensors)
     return 0
 
 
@@ -265,7 +258,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         inputs, outputs = names_of(takes), names_of(gives)
         computed = compute_dtype(kind, inputs, outputs)
-        flops = flops_of(func, kind, *args, out_val=out, **keywords)
+        flops = flops_of(func, kind, args, keywords, out)
         operand = self._operand(name, args) if flops else None
         if "FP8" in (*inputs, *outputs):
             reason = _BY_RECIPE.get(kind, "the recipe: operands in FP8")

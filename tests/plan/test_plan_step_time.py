@@ -15,7 +15,7 @@ from octavo.plan.cases import Case, TrainingPlan
 from octavo.plan.model_shape import Block
 from octavo.plan.setup import Setup, attention_seconds, gradient_bytes
 from octavo.plan.step_time import GELU, HOP, LAYER_NORM, NETWORK_HOP, STACKED_GATE, Links, Pass, Training, block_passes
-from octavo.rates.measured import MEASURED, MULTIPROCESSORS, find_gpu, grouped_seconds, linear_seconds, slowdowns
+from octavo.rates.measured import MEASURED, MULTIPROCESSORS, find_gpu, grouped_seconds, product_seconds, slowdowns
 from octavo.recipe import get_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ TABLE = json.loads((ROOT / "src/octavo/rates/h100.json").read_text())["grid"]
 def test_the_rate_is_that_of_the_table_at_a_measured_shape():
     row = next(r for r in TABLE if r["recipe"] == "rowwise" and (r["M"], r["K"], r["N"]) == (8192, 4096, 32768))
     for recipe, ms in ((BF16, row["bf16_ms"]), (ROWWISE, row["fp8_ms"])):
-        assert 1e3 * linear_seconds(find_gpu("h100"), recipe, (8192, 4096, 32768)) == pytest.approx(ms)
+        assert 1e3 * product_seconds(find_gpu("h100"), recipe, (8192, 4096, 32768)) == pytest.approx(ms)
 
 
 # ---- Outputs that do not fill a GPU: against a simulation of its multiprocessors, and against kernels of bench/resu

@@ -82,16 +82,11 @@ def write_metrics(run: Path, steps: int, *, offset: float = 0.0, **more) -> None
     (run / "config.json").write_text(json.dumps({"recipe": "bf16" if offset < 0 else "rowwise", "steps": steps}))
 
 
-def write_watch(run: Path, layers: int, steps: np.ndarray) -> None:
-    interval = int(steps[1] - steps[0]) if len(steps) > 1 else 1
-    run.mkdir(parents=True, exist_ok=True)
-    writer = WatchWriter(run, layers_of(layers), interval=interval)
-    writer.write(operands_of(steps, layers), layer_records_of(steps, layers))
-    message = "10.0% of dy saturates"
-    writer.write_event(Event(int(steps[-1]), "saturation_spike", layers_of(4)[2].name, "dy", 0.1, 0.01, message))
-
-
 def make_run(run: Path, *, layers: int = 13, steps: int = 200, interval: int = 10) -> Path:
     write_metrics(run, steps)
-    write_watch(run, layers, np.arange(interval, steps + 1, interval))
+    sampled = np.arange(interval, steps + 1, interval)
+    writer = WatchWriter(run, layers_of(layers), interval=interval)
+    writer.write(operands_of(sampled, layers), layer_records_of(sampled, layers))
+    message = "10.0% of dy saturates"
+    writer.write_event(Event(int(sampled[-1]), "saturation_spike", layers_of(4)[2].name, "dy", 0.1, 0.01, message))
     return run

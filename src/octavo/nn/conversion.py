@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -48,7 +48,6 @@ from octavo.ops.launching import find_architecture
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import LEAST_SPEEDUP, experts_speedup
 from octavo.recipe import Recipe, RecipeName, get_recipe, rowwise, similar_preset
-from octavo.tracing import flops_of
 
 
 def convert(
@@ -136,7 +135,6 @@ def convert(
     """
     check_module(model, "convert")
     check_initialized(model)
-    register_flops()
     if head not in get_args(HeadRecipe) or (head != "bf16" and not fuse_loss):
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
     if attention not in ("bf16", "fp8"):
@@ -199,14 +197,6 @@ def convert(
     sides = [size for row in stacks if not row.reason for size in row.shape[1:]]
     slow = reason_if_slower(sides, recipe, device) if sides and device.type == "cuda" else ""
     return Conversion(recipe, rows, backends, coverage, speedup_source, fused, stacks, grouped, slow)
-
-
-def register_flops() -> None:
-    """Let `FlopCounterMode` of PyTorch count the products of our operations, where it is made after this call."""
-    from torch.utils.flop_counter import flop_registry
-
-    for packet in (torch.ops.octavo.scaled_mm, torch.ops.octavo.grouped_mm, torch.ops.octavo.grouped_mm_dw):
-        flop_registry[packet] = partial(flops_of, packet.default, "product")
 
 
 def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:

@@ -26,10 +26,12 @@ from torch.autograd.graph import increment_version
 from torch.compiler import config as compiler_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from octavo.numerics.formats import E2M1, Format, narrow_format
 from octavo.numerics.qtensor import Cast, Granularity, parse_cast, parse_granularity
+from octavo.ops.dispatch import COLUMNS
 from octavo.ops.launching import TENSORS, launch, repeat
 from octavo.version import __version__
 
@@ -106,7 +108,10 @@ class Operation(Generic[Result]):
     def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
             return self.overload(*args)
-        return self._results(args, plain=True) if _is_plain(self._values(args)) else self.overload(*args)
+        if _is_plain(self._values(args)):
+            return self._results(args, plain=True)
+        give_formulas()
+        return self.overload(*args)
 
     def _values(self, args: Sequence[Any]) -> Sequence[Any]:
         return (*args[0], *args[1:]) if self._stacked else args
@@ -197,6 +202,42 @@ def _is_plain(values: Sequence[Any]) -> bool:
         and not values[0].is_meta
         and not (torch.is_grad_enabled() and any(type(value) in TENSORS and value.requires_grad for value in values))
     )
+
+
+# ---- The FLOPs of products and attention, for PyTorch's counter and for traces: 2 for each product of two numbers.
+
+
+def attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **out: Any) -> int:
+    """The FLOPs of attention over whole rows of scores: q [B, H, T, D], k [B, G, S, D] and v [B, G, S, V]."""
+    return 2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3])
+
+
+def attention_backward_flops(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **out: Any) -> int:
+    """The FLOPs of its gradient: five products, of which one repeats that of the scores."""
+    return 2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
+
+
+_PRODUCTS = ("scaled_mm", "ordered_mm", "int8_mm", "weight_only_mm", "grouped_mm", "grouped_weight_only_mm")
+FLOPS: dict[str, Function] = {  # of a call, by its arguments in the schema
+    # a [M, K] times b [N, K], transposed, or rows of a times one of the matrices b [E, N, K]
+    **dict.fromkeys(_PRODUCTS, lambda a, b, *_, **out: 2 * a.numel() * b.shape[-2]),
+    "add_product": lambda y, u, b, **out: 2 * u.numel() * b.shape[0],
+    # a [N, M] and b [K, M] for dw [E, N, K], without the columns of zeros that `aligned_groups` adds
+    "grouped_mm_dw": lambda a, b, *_, out_val: 2 * b.shape[0] * (a.numel() - COLUMNS * out_val.shape[:2].numel()),
+    **dict.fromkeys(("cached_attention", "ordered_attention", "fp8_attention"), attention_flops),
+    "fp8_attention_backward": attention_backward_flops,
+}
+
+
+def give_formulas() -> None:
+    """Give `FLOPS` to PyTorch's counters that are on: each has a copy of its registry."""
+    for mode in _get_current_dispatch_mode_stack():
+        if type(mode).__name__ == "_FlopCounterMode":
+            mode.counter.flop_registry.update(_formulas())
+
+
+def _formulas() -> dict[Any, Function]:
+    return {getattr(torch.ops.octavo, name): FLOPS[name] for name in FLOPS.keys() & OPERATIONS.keys()}
 
 
 # ---- The checks of casts and tensors that the operations share.
@@ -332,6 +373,8 @@ def register_lowerings() -> None:
     """Register our operations with Inductor, once. The fake implementations call it while a graph is traced."""
     from torch._inductor import lowering
 
+    if counting := sys.modules.get("torch.utils.flop_counter"):  # not imported here, as it imports Triton: 0.2 s
+        counting.flop_registry.update(_formulas())
     ours = {getattr(torch.ops.octavo, name).default: functions for name, functions in OPERATIONS.items()}
     for op in (*ours, torch.ops.aten._scaled_mm_v2.default):
         if op not in lowering.lowerings:

@@ -39,8 +39,7 @@ class Memory:
 
 def plan_memory(setup: Setup) -> Memory:
     """The memory of a training step."""
-    at_start, at_end = _moment(setup, start=True), _moment(setup, start=False)
-    return max(at_start, at_end, key=lambda memory: memory.peak)
+    return max((_moment(setup, start=start) for start in (True, False)), key=lambda memory: memory.peak)
 
 
 def _moment(setup: Setup, *, start: bool) -> Memory:

@@ -15,7 +15,7 @@ from the data sheet.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 
 from octavo.checkpoint.scheme import CHANNEL, FUSED, INT8, MX, SCHEMES, WEIGHT, Scheme, find_gemm, get_scheme, scheme_on
 from octavo.ops.dispatch import SHORTEST_PROMPT
@@ -44,6 +44,7 @@ NAMES = (BF16, *SCHEMES)
 MEASURED = "hopper"  # the architecture of the GPU that the speeds were measured on
 # A weight that is widened in memory for each call is read in one byte, written in two and read in two.
 WIDENED = 2 / 5
+DENSE = Layer("dense", 1, 1)  # the linear layers together, whatever their size
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,19 @@ def find_scheme(name: str) -> Scheme | None:
     return None if name == BF16 else get_scheme(name)
 
 
-def find_speeds(scheme: Scheme | None, gpu: Gpu, experts: Layer | None = None) -> SchemeSpeeds:
-    """The speeds of `scheme` on `gpu`, of dense layers or of `experts`; the scheme None is BF16."""
-    if scheme is None:
+@cache
+def find_speeds(scheme: Scheme | None, gpu: Gpu, layer: Layer) -> SchemeSpeeds:
+    """The speeds of `layer` in `scheme` on `gpu`; the scheme None is BF16, in which routers stay."""
+    if scheme is None or layer.group == "router":
         return SchemeSpeeds(BF16, {1: 1.0}, 1, BF16)
     cast, gemm = _gemm_on(scheme, gpu.architecture)
     if not cast and gemm == "dequantized":
-        wide = {m: speed for m, speed in _points(WEIGHT.name, None).items() if m >= 512}
+        wide = {m: speed for m, speed in _points(WEIGHT.name, DENSE).items() if m >= 512}
         return SchemeSpeeds("dequantized", {1: WIDENED, **wide}, None, WEIGHT.name)
     instead = (MX if gemm == "dequantized" else CHANNEL if cast else WEIGHT).name
-    own = _points(scheme.name, experts) if (cast, gemm) == _gemm_on(scheme, MEASURED) else {}
+    own = _points(scheme.name, layer) if (cast, gemm) == _gemm_on(scheme, MEASURED) else {}
     least = min(own, default=None)
-    others = _points(instead, experts) or _points(instead, None)
+    others = _points(instead, layer) or _points(instead, DENSE)
     below = {tokens: speed for tokens, speed in others.items() if least is None or tokens < least}
     return SchemeSpeeds(gemm if cast else "weight-only", below | own, least, instead)
 
@@ -94,8 +96,8 @@ def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
     return cast is not None, backend.name
 
 
-def _points(scheme: str, experts: Layer | None) -> dict[int, float]:
-    table = measured_speeds() if experts is None else experts_like(experts.inputs * experts.outputs)[1]
+def _points(scheme: str, layer: Layer) -> dict[int, float]:
+    table = measured_speeds() if layer.copies == 1 else experts_like(layer.inputs * layer.outputs)[1]
     return {m: found[scheme] for m, found in table.items() if scheme in found}
 
 
@@ -103,17 +105,13 @@ def weight_bytes(model: Architecture, scheme: Scheme | None) -> float:
     """Bytes of the weights: the blocks' matrices packed, routers and all else in BF16."""
     if scheme is None:
         return 2.0 * model.parameters
-    packed = [(block.count * layer.copies, layer) for block in model.blocks for layer in packed_layers(block.layers)]
+    packed = [(b.count * layer.copies, layer) for b in model.blocks for layer in b.layers if layer.group != "router"]
     whole = 2.0 * (model.parameters - sum(count * layer.inputs * layer.outputs for count, layer in packed))
     for count, layer in packed:
         shape = layer.outputs, layer.inputs
         scales = math.prod(scheme.weight.granularity.scale_shape(shape)) + scheme.static
         whole += count * float(math.prod(shape) + scales * (1 if scheme.weight.scale == "e8m0" else 4))
     return whole
-
-
-def packed_layers(layers: tuple[Layer, ...]) -> list[Layer]:
-    return [layer for layer in layers if layer.group != "router"]
 
 
 def refusal(model: Architecture, scheme: Scheme | None, gpu: Gpu) -> str:
@@ -124,8 +122,8 @@ def refusal(model: Architecture, scheme: Scheme | None, gpu: Gpu) -> str:
         return f"{gpu.name} has no kernel for the scheme {scheme.name}: give --scheme channel"
     if scheme is INT8 and model.has_experts:
         return f"the experts of {model.name} can be packed in FP8, not int8: give --scheme channel"
-    for layer in (each for block in model.blocks for each in packed_layers(block.layers)):
-        if reason := scheme.misfit(layer.outputs, layer.inputs):
+    for layer in (each for block in model.blocks for each in block.layers):
+        if layer.group != "router" and (reason := scheme.misfit(layer.outputs, layer.inputs)):
             return f"{model.name} has a layer that the scheme {scheme.name} cannot pack: {reason}"
     return ""
 
@@ -151,30 +149,24 @@ class Server:
     attention: str
     network: float = 50e9  # bytes a second of a GPU's network card, beyond one node
 
-    @cached_property
+    @property
     def speeds(self) -> SchemeSpeeds:
-        return find_speeds(self.scheme, self.gpu)
-
-    @cached_property
-    def expert_speeds(self) -> SchemeSpeeds | None:
-        """The speeds of the experts, if the model has any: all have one shape, or its transpose."""
-        layers = (layer for block in self.model.blocks for layer in block.layers if layer.copies > 1)
-        experts = next(layers, None)
-        return None if experts is None else find_speeds(self.scheme, self.gpu, experts)
+        return find_speeds(self.scheme, self.gpu, DENSE)
 
     def speed(self, layer: Layer, tokens: int) -> float:
         """The speed of a layer as a multiple of that in BF16, for so many tokens, routed ones counted once."""
-        if layer.group == "router":
-            return 1.0
-        return (self.speeds if layer.copies == 1 or self.expert_speeds is None else self.expert_speeds).at(tokens)
+        return find_speeds(self.scheme, self.gpu, layer).at(tokens)
 
     @property
     def unmeasured(self) -> list[str]:
         """The parts of the speeds that were not measured for this scheme."""
         tokens = {"prompts": self.prompt_tokens, "new tokens": self.batch}
         found = [name for name, count in tokens.items() if not self.speeds.is_measured(count)]
-        experts = self.expert_speeds is not None and not all(map(self.expert_speeds.is_measured, tokens.values()))
-        return [*found, "experts"] if experts else found
+        layers = [layer for block in self.model.blocks for layer in block.layers if layer.copies > 1]
+        experts = [
+            find_speeds(self.scheme, self.gpu, layer).is_measured(n) for layer in layers for n in tokens.values()
+        ]
+        return found if all(experts) else [*found, "experts"]
 
     @property
     def scheme_name(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from octavo.ops import dispatch
 from octavo.ops.launching import ARCHITECTURES
 from octavo.plan.model_shape import Architecture, Attention, Block
-from octavo.rates.measured import Gpu, Shape, product_origin
+from octavo.rates.measured import SHEET, Gpu, Shape, product_origin
 from octavo.recipe import Recipe, get_recipe
 from octavo.train.config import Config, OptimizerSettings
 from octavo.train.processes import Degrees, find_degrees
@@ -19,10 +19,10 @@ def chosen_recipe(recipe: str | Recipe, gpu: Gpu) -> Recipe:
     return get_recipe(("rowwise" if gpu.fp8 else "bf16") if recipe == "auto" else recipe)
 
 
-def find_gemms(recipe: Recipe, gpu: Gpu) -> dict[str, dispatch.Backend]:
-    """The backends of y, dx and dw of `recipe`, in the eight-bit formats of `gpu`."""
+def find_gemms(recipe: Recipe, gpu: Gpu, *, grouped: bool = False) -> dict[str, dispatch.Backend]:
+    """The backends of y, dx and dw of `recipe`, in the eight-bit formats of `gpu`; of experts, if `grouped`."""
     architecture = ARCHITECTURES[gpu.architecture]
-    return dispatch.gemm_backends(dispatch.in_formats_of(architecture, recipe), architecture)
+    return dispatch.gemm_backends(dispatch.in_formats_of(architecture, recipe), architecture, grouped=grouped)
 
 
 def check_gemms(recipe: Recipe, gpu: Gpu) -> None:
@@ -123,8 +123,7 @@ class Setup:
     @property
     def fp8_experts(self) -> bool:
         """True if experts run in FP8."""
-        architecture = ARCHITECTURES[self.gpu.architecture]
-        found = dispatch.gemm_backends(dispatch.in_formats_of(architecture, self.recipe), architecture, grouped=True)
+        found = find_gemms(self.recipe, self.gpu, grouped=True)
         return bool(found) and all(backend.name != "none" for backend in found.values())
 
     @property
@@ -247,8 +246,9 @@ def attention_seconds(block: Block, gpu: Gpu, tokens: int, context: int) -> tupl
     """Seconds of both passes in BF16, and of the forward pass, of `tokens` tokens in texts of `context`."""
     a, whole = block.attention, -(-context // TILE) * TILE
     keys = (whole + TILE) / 2 if a.causal else whole
-    heads = a.heads * (_padded(a.queries // a.heads) + _padded(a.output // a.heads))
-    products = 7 * heads  # FLOPs of a query and a key
+    sizes = a.queries // a.heads, a.output // a.heads
+    widths = [next((known for known in HEADS if known >= size), size) for size in sizes]  # padded
+    products = 7 * a.heads * sum(widths)  # FLOPs of a query and a key
     measured = 14 * MEASURED_HEAD
     as_measured = (products + 2 * EXPONENTIAL * a.heads) * measured / (measured + 2 * EXPONENTIAL)
     seconds = tokens * whole / context * keys * as_measured / gpu.attention_rate
@@ -262,16 +262,14 @@ def gradient_bytes(attention: Attention) -> float:
     return 4 * a.output + (4 + 6) * a.queries + shared
 
 
-def _padded(head: int) -> int:
-    return next((size for size in HEADS if size >= head), head)
-
-
 def find_origins(
     model: Architecture, gpu: Gpu, recipe: Recipe, products: Sequence[tuple[Shape, int]], limit: str | None
 ) -> dict[str, str]:
     """For each rate, whether it was measured for the shapes of such a model or follows from the data sheet. `products`
     are (M, K, N) and the copies of each GEMM. `limit` is the `attention_limit`."""
-    found, a = {"matrix products": product_origin(gpu, recipe, products), **gpu.origins}, model.blocks[0].attention
+    a, rates = model.blocks[0].attention, {"attention": gpu.attention, "memory": gpu.copy}
+    found = {"matrix products": product_origin(gpu, recipe, products)}
+    found |= {name: "measured" if rate else SHEET for name, rate in rates.items()} | {"links": "data sheet"}
     sizes = {a.queries // a.heads, a.output // a.heads}
     if gpu.attention and not (a.causal and sizes == {MEASURED_HEAD}):
         heads = f"{'causal' if a.causal else 'bidirectional'} heads of {' and '.join(map(str, sorted(sizes)))}"

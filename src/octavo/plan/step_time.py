@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from octavo.numerics.qtensor import ROW, TENSOR
 from octavo.plan.model_shape import Block
 from octavo.plan.setup import FP32, Setup, attention_seconds
-from octavo.rates.measured import Gpu, Shape, forward_seconds, fp8_speed, linear_seconds, product_seconds
+from octavo.rates.measured import Gpu, Shape, forward_seconds, fp8_speed, product_seconds
 from octavo.recipe import Recipe
 from octavo.train.processes import unit_size
 
@@ -157,7 +157,7 @@ def head_seconds(setup: Setup) -> float:
     if not model.vocabulary:
         return copies
     vocabulary = max(model.vocabulary // setup.degrees.tp, 1)
-    products = linear_seconds(setup.gpu, Recipe("bf16"), (tokens, model.width, vocabulary))
+    products = product_seconds(setup.gpu, Recipe("bf16"), (tokens, model.width, vocabulary))
     traffic = (22.0 if setup.chunked else 30.0) * vocabulary * tokens
     return copies + products + traffic / setup.gpu.copy_rate
 
@@ -244,30 +244,20 @@ class Pass:
 def block_passes(setup: Setup, block: Block) -> tuple[list[Pass], list[Pass]]:
     """The passes of a block, forward and backward. The casts of a converted layer are in its measured time, although a
     fused module makes them in these passes."""
-    r, width = setup.residual, setup.model.width
-    norm, activation, (forward, backward) = _norm(setup), _activation(setup, block), _moved(setup, block)
-    return (
-        [Pass((2 * r + 4) * width, norm[0])] * 2 + [activation[0], Pass(forward)],
-        [Pass((3 * r + 4) * width, norm[1])] * 2 + [activation[1], Pass(backward + bias_bytes(setup, block))],
-    )
-
-
-def _norm(setup: Setup) -> tuple[float, float]:
-    """Instructions a token of a norm, forward and backward."""
-    if not setup.model.layer_norm or setup.fused:
-        return 0.0, 0.0
-    columns = 1 << (setup.model.width - 1).bit_length()
-    return LAYER_NORM[0] * columns, LAYER_NORM[1] * columns
-
-
-def _activation(setup: Setup, block: Block) -> tuple[Pass, Pass]:
-    u, hidden = block.activated, block.hidden
-    forward, backward = 0.0, 0.0  # instructions an element
+    r, width, u, hidden = setup.residual, setup.model.width, block.activated, block.hidden
+    columns = 1 << (width - 1).bit_length() if setup.model.layer_norm and not setup.fused else 0
+    activation = (0.0, 0.0)  # instructions an element
     if not block.gated and not setup.fused:
-        forward, backward = GELU
+        activation = GELU
     elif block.has_experts and not setup.fused_experts:
-        backward = STACKED_GATE
-    return Pass(2 * (u + hidden), forward * hidden), Pass(4 * (u + hidden), backward * hidden)
+        activation = 0.0, STACKED_GATE
+    forward, backward = _moved(setup, block)
+    activated = Pass(2 * (u + hidden), activation[0] * hidden), Pass(4 * (u + hidden), activation[1] * hidden)
+    return (
+        [Pass((2 * r + 4) * width, LAYER_NORM[0] * columns)] * 2 + [activated[0], Pass(forward)],
+        [Pass((3 * r + 4) * width, LAYER_NORM[1] * columns)] * 2
+        + [activated[1], Pass(backward + bias_bytes(setup, block))],
+    )
 
 
 def _moved(setup: Setup, block: Block) -> tuple[float, float]:

@@ -64,15 +64,6 @@ class Gpu:
     def attention_rate(self) -> float:
         return self.attention or self.bf16 * ATTENTION_SHARE
 
-    @property
-    def origins(self) -> dict[str, str]:
-        """For each rate but that of matrix products, whether it was measured or follows from the data sheet."""
-        return {
-            "attention": "measured" if self.attention else SHEET,
-            "memory": "measured" if self.copy else SHEET,
-            "links": "data sheet",
-        }
-
 
 @functools.cache
 def _read(file: str) -> dict[str, Any]:
@@ -280,11 +271,6 @@ def product_origin(gpu: Gpu, recipe: Recipe, products: Sequence[tuple[Shape, int
     return found + ("" if len(shapes) == len(products) else "; experts from two measured layers")
 
 
-def linear_seconds(gpu: Gpu, recipe: Recipe, shape: Shape) -> float:
-    """Seconds of forward and backward pass of a linear layer at (M, K, N), its quantization included."""
-    return sum(_gemm_seconds(gpu, recipe, shape))
-
-
 def _gemm_seconds(gpu: Gpu, recipe: Recipe, shape: Shape) -> list[float]:
     """Seconds of y, dx and dw, each with a third of the casts."""
     if recipe.exact_backward:
@@ -334,13 +320,14 @@ def grouped_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, groups: int) -> floa
     casts = _cast_bytes(shape) / gpu.copy_rate if recipe.quantized else 0.0
     slower = 1.0
     if recipe.quantized and recipe.fusable is None:
-        slower = linear_seconds(gpu, recipe, shape) / linear_seconds(gpu, get_recipe("rowwise"), shape)
+        slower = product_seconds(gpu, recipe, shape) / product_seconds(gpu, get_recipe("rowwise"), shape)
     return groups * (max(products, reading) + casts) * slower
 
 
-def product_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int) -> float:
-    """Seconds of forward and backward pass of a layer, or of its copies as one grouped layer."""
-    return linear_seconds(gpu, recipe, shape) if copies == 1 else grouped_seconds(gpu, recipe, shape, copies)
+def product_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int = 1) -> float:
+    """Seconds of forward and backward pass of a layer at (M, K, N), its quantization included; or of its copies as one
+    grouped layer."""
+    return sum(_gemm_seconds(gpu, recipe, shape)) if copies == 1 else grouped_seconds(gpu, recipe, shape, copies)
 
 
 def forward_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int) -> float:
@@ -382,16 +369,13 @@ def slowdowns(recipe: Recipe, shape: Shape) -> tuple[float, float, float]:
 
 
 def _slowdown(rows: int, columns: int, gemm: Gemm | None) -> float:
-    return 1 / max(_filled_by(rows, columns, *tile) for tile in (BF16_TILES if gemm is None else FP8_TILES))
-
-
-def _filled_by(rows: int, columns: int, tile_rows: int, tile_columns: int) -> float:
-    """The multiprocessors that have work, as a share of those in a measured layer."""
-    count = -(-rows // tile_rows) * -(-columns // tile_columns)
-    if count <= MULTIPROCESSORS:
-        return 1.0
-    waves = -(-count // MULTIPROCESSORS)
-    return min(1.0, rows * columns / (tile_rows * tile_columns * MEASURED * waves))
+    filled = []  # by each tile, the multiprocessors that have work, as a share of those in a measured layer
+    for tile_rows, tile_columns in BF16_TILES if gemm is None else FP8_TILES:
+        count = -(-rows // tile_rows) * -(-columns // tile_columns)
+        waves = -(-count // MULTIPROCESSORS)
+        share = rows * columns / (tile_rows * tile_columns * MEASURED * waves)
+        filled.append(1.0 if waves == 1 else min(1.0, share))
+    return 1 / max(filled)
 
 
 def experts_speedup(preset: str) -> float | None:

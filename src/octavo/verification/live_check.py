@@ -189,7 +189,7 @@ class _Run(TorchDispatchMode):
         integers = name in ("_int_mm", "int8_mm")
         if (integers or kind_of(name, func.namespace) == "product") and not self._comparing:
             dtype = "INT8" if integers else compute_dtype("product", names_of(floating((args, keywords))), ())
-            self.flops[dtype] += flops_of(func, "product", *args, out_val=out, **keywords)
+            self.flops[dtype] += flops_of(func, "product", args, keywords, out)
         return out
 
     def _see(self, call: Call, tensor: str, value: Tensor) -> None:
