@@ -231,7 +231,8 @@ FLOPS: dict[str, Function] = {  # of a call, by its arguments in the schema
 
 def give_formulas() -> None:
     """Give `FLOPS` to PyTorch's counters that are on: each has a copy of its registry."""
-    for mode in _get_current_dispatch_mode_stack():
+    modes: list[Any] = _get_current_dispatch_mode_stack()
+    for mode in modes:
         if type(mode).__name__ == "_FlopCounterMode":
             mode.counter.flop_registry.update(_formulas())
 
