@@ -1,8 +1,19 @@
 """The schemes of packed linear layers, the scales that a packed folder stores, and what a layout of them is.
 
-A scheme is the storage of the weight, and the cast of the input when the layer runs. docs/format.md ("Schemes") has a
-table of them. Weights and inputs are e4m3, and in int8 integers of -127 to 127. Every scale multiplies:
-w ≈ weight * weight_scale.
+A scheme is the storage of the weight, and the cast of the input when the layer runs.
+
+| scheme | weight | weight_scale | input, when the layer runs |
+|---|---|---|---|
+| channel | a scale for each output channel | float32 [N, 1] | a scale for each token |
+| tensor | one scale | float32 [1] | a scale for each token |
+| static | one scale | float32 [1] | one scale, stored beside it: input_scale, float32 [1] |
+| block | 128 x 128 blocks | float32 [N / 128, K / 128] | 1 x 128 blocks |
+| mx | 32 elements along K, powers of two | uint8 [N, K / 32], the exponent of E8M0 | 32 elements, E8M0 |
+| group32, group64, group128 | so many elements along K | float32 [N, K / 32] and so on | as many elements |
+| weight | a scale for each output channel | float32 [N, 1] | none: the input stays in BF16 |
+| int8 | a scale for each output channel | float32 [N, 1] | a scale for each token |
+
+Weights and inputs are e4m3, and in int8 integers of -127 to 127. Every scale multiplies: w ≈ weight * weight_scale.
 """
 
 import re
