@@ -82,7 +82,7 @@ def compute_dtype(kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> s
 
 
 def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
-    """The FLOPs of a product, convolution or attention, by a formula of ours or of torch; 0 of other operations."""
+    """The FLOPs of a product, convolution or attention, by the formula of Octavo or of torch; 0 of other operations."""
     from torch.utils.flop_counter import flop_registry  # here: it imports much
 
     if kind not in ("product", "convolution", "attention"):

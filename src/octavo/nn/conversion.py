@@ -494,7 +494,7 @@ def restore(model: nn.Module) -> list[str]:
 
 
 def _check_forward(name: str, module: nn.Module) -> None:
-    """Raise a ValueError if a converted layer, which is to be restored, has a forward that replaced ours."""
+    """Raise a ValueError if the forward of a converted layer, which is to be restored, was replaced."""
     if isinstance(module, RecipeLayer) and "forward" in vars(module):
         raise ValueError(
             f"{name} was converted, and then its forward was replaced, as Accelerate's hooks do: delete what replaced "
