@@ -11,7 +11,7 @@ from activation_oracle import FAR, on_the_border
 from attention_oracle import DTYPES
 from bits import assert_same, assert_same_numbers, bits, on_gpu
 from fold_scales_oracle import folded, scales
-from gpus import poison
+from gpus import peak_of, poison
 from norm_oracle import EPS
 from norm_oracle import given as given_norm
 from operation_examples import OPERATIONS, examples, permutations, quantizing, rotations, routing
@@ -322,12 +322,7 @@ DRAWN = [Cast(cast.format, cast.granularity, cast.scale, rounding="stochastic") 
 def test_an_operation_takes_the_memory_of_its_result(call):
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     call(x)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call(x)
-    bytes_an_element = 2 if call is ops.rotate else 1.5
-    assert torch.cuda.max_memory_allocated() - before <= bytes_an_element * x.numel() + 2**20
+    assert peak_of(lambda: call(x)) <= (2 if call is ops.rotate else 1.5) * x.numel() + 2**20
 
 
 # ---- rows of tokens sorted by expert

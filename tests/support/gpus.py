@@ -40,6 +40,15 @@ def capture(call, warm_up: int = 0) -> tuple:
     return graph, result
 
 
+def peak_of(call) -> int:
+    """The bytes that a call takes at its peak, beside those that are taken before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def replayed(call) -> torch.Tensor:
     """What a CUDA graph of a call writes when it is replayed."""
     graph, result = capture(call)
