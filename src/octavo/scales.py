@@ -25,6 +25,7 @@ from octavo.nn.linear import WeightCache
 from octavo.nn.module_tools import call_arguments, check_module, is_fsdp_module
 from octavo.nn.parallel_weights import parallel_of
 from octavo.numerics.qtensor import Cast
+from octavo.ops.launching import recording_stream
 
 __all__ = [
     "cast_once", "freeze_scales", "learn_scales", "load_scale_state", "saturation", "scale_state", "seed_scales",
@@ -158,7 +159,7 @@ def seed_scales(model: nn.Module, calibration: Any) -> None:
     if missing := [name for name in layers if name not in known]:
         raise ValueError(f"no amax of the input of {missing[0]} ({len(missing)} such) in {type(calibration).__name__}")
     for name, layer in layers.items():
-        for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer))])):
+        for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer.weights_to_cast()))])):
             if (history := layer.history_of(operand)) is not None:
                 history.seed(amax)
 
@@ -283,10 +284,8 @@ class _RecordedCasts:
             return
         if self._graph is None:
             graph, device = torch.cuda.CUDAGraph(), caches[0][1][0].weight.device
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # PyTorch's own stream is of the device that recorded the first graph of the process. Threads that pin
-            # memory, as those of data loaders do, may go on.
-            recorded = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+            # Threads that pin memory, as those of data loaders do, may go on.
+            recorded = torch.cuda.graph(graph, stream=recording_stream(device), capture_error_mode="thread_local")
             with torch.cuda.device(device), recorded:
                 _fill(caches)
             self._graph = graph

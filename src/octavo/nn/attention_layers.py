@@ -83,9 +83,12 @@ class MultiheadAttention(RecipeLayer):
             return y.squeeze(0), None if weights is None else weights.squeeze(0)
         return y if self.batch_first else y.transpose(0, 1), weights
 
+    def weights_to_cast(self) -> list[Tensor]:
+        return list(input_weights(self).values())
+
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v [..., E]; those of one and the same tensor in one product."""
-        e, weights, inputs = self.embed_dim, list(input_weights(self).values()), (query, key, value)
+        e, weights, inputs = self.embed_dim, self.weights_to_cast(), (query, key, value)
         if len(weights) == 3:
             biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             return [self.compute(x, w, b, None) for x, w, b in zip(inputs, weights, biases, strict=True)]

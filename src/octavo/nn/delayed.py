@@ -184,8 +184,7 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         history.ready = bool(state[f"{name}.steps"] > 0)
 
 
-def weight_amax(layer: nn.Module) -> Tensor:
+def weight_amax(weights: Sequence[Tensor]) -> Tensor:
     """The largest magnitude of a layer's weights, 0-dim. If they are sharded (DTensor), all ranks must call this."""
-    names = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # all but one of attention
-    found: list[Any] = [w.detach().abs().amax() for w in (getattr(layer, n, None) for n in names) if w is not None]
+    found: list[Any] = [w.detach().abs().amax() for w in weights]
     return torch.stack([amax.full_tensor() if hasattr(amax, "full_tensor") else amax for amax in found]).amax()

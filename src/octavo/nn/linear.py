@@ -157,9 +157,13 @@ class RecipeLayer(nn.Module):
         x = self.history_of("x") if self.freezable else None
         return None if x is None or not x.ready else x.scale.view(()) * x.cast.fmt.max * ROUNDED
 
+    def weights_to_cast(self) -> list[Tensor]:
+        """The weights to which the recipe's cast of w applies; attention has several."""
+        return [self.weight]  # type: ignore[list-item]
+
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Make the scales of x and w constant: x's from `amax`, 0-dim, and w's from the weight. Returns x's, [1]."""
-        for operand, largest in (("x", amax), ("w", weight_amax(self))):
+        for operand, largest in (("x", amax), ("w", weight_amax(self.weights_to_cast()))):
             if (history := self.history_of(operand)) is not None:
                 history.seed([float(largest)])
                 history.frozen = True

@@ -9,7 +9,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import FunctionType
@@ -24,6 +24,7 @@ from octavo.nn.delayed import update_scales
 from octavo.nn.fused_modules import FusedModule
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.ops import Backend
+from octavo.ops.launching import recording_stream
 from octavo.rates.measured import LEAST_SPEEDUP, Machine, Measurement, Shape, Table
 from octavo.recipe import PRESETS, Recipe
 from octavo.util import Progress, reading
@@ -338,12 +339,9 @@ def _time(
     return bf16_ms, fp8_ms
 
 
-_stream = cache(torch.cuda.Stream)  # of a device: PyTorch's own is of the device that recorded the first graph
-
-
 def _recorded(call: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=_stream(torch.cuda.current_device())):
+    with torch.cuda.graph(graph, stream=recording_stream(torch.cuda.current_device())):
         call()
     return graph.replay
 

@@ -23,6 +23,7 @@ from octavo.numerics.qtensor import TENSOR, Cast, Granularity, QTensor
 # ---- Launches of Triton kernels, and the memory of their results, in eager code.
 
 
+recording_stream = cache(torch.cuda.Stream)  # of a GPU; PyTorch's own is of the GPU that recorded the first graph
 TENSORS = frozenset((Tensor, Parameter))  # those that hold numbers; subclasses may not
 
 
