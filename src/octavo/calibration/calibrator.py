@@ -99,11 +99,9 @@ class Calibration:
         name = self.layers.get(site, site)
         if name not in self.observed:
             raise KeyError(f"{site} is no site or linear layer of this calibration: it has {list(self.observed)[:4]}")
-        names = self.stand_ins(name)
-        for key in [(name, rule, percentile) for name in names]:
-            if key not in self._scales:
-                self._scales[key] = self.sites[key[0]].scale(rule, percentile)
-        return torch.stack([self._scales[name, rule, percentile] for name in names]).amax()
+        keys = [(site, rule, percentile) for site in self.stand_ins(name)]
+        self._scales.update({key: self.sites[key[0]].scale(*key[1:]) for key in keys if key not in self._scales})
+        return torch.stack([self._scales[key] for key in keys]).amax()
 
     def stand_ins(self, site: str) -> list[str]:
         """The sites that give a site its scale: itself, or for an expert without a token those of its layer."""

@@ -277,9 +277,8 @@ class Session:
         stream.wait_stream(current)
         random = torch.cuda.default_generators[current.device_index]
         state = random.clone_state()
-        # PyTorch keeps a workspace of cuBLAS for each stream. It frees it where a graph of that stream ends, and where
-        # Inductor records one, although other graphs still write to it (pytorch/pytorch#193402). Without one that is
-        # kept, cuBLAS takes that of a graph from the graph's own memory.
+        # PyTorch frees the workspace of cuBLAS that it keeps for a stream, although graphs still write to it
+        # (pytorch/pytorch#193402). Where none is kept, the workspace of a graph lies in the graph's own memory.
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.stream(stream), uncached_autocast(self.device):
@@ -290,8 +289,7 @@ class Session:
                     graph.capture_end()
             found.graph, found.logits = graph, logits
         except RuntimeError as error:
-            # PyTorch 2.11 takes the capture for underway, and frees no cached memory from then on
-            # (pytorch/pytorch#180395). Versions that end it refuse the call.
+            # PyTorch 2.11 takes the capture for underway (pytorch/pytorch#180395). Later ones refuse the call.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(current.device_index, self.pool)
             self.pool = None  # without a graph: PyTorch takes it for no other
