@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from fsdp_examples import backward, batch, equal, sharded, train
 from gpus import ONLY_HOPPER, poison
+from grouped_examples import exact_experts
 from linear_examples import converted_model
 from metrics import sqnr
 from operation_counts import Traffic
@@ -210,23 +210,14 @@ def step(model: nn.Module, seed: int) -> Tensor:
         return backward(model, seed, ROWS_GPU)
 
 
-def exact(module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """The output [T, K] of unconverted experts in float64, expert by expert."""
-    x, weight, w_in, w_out = (t.double() for t in (x, weight, module.gate_up_proj, module.down_proj))
-    y = torch.zeros_like(x)
-    for e in range(len(w_in)):
-        token, slot = (index == e).nonzero(as_tuple=True)
-        gate, up = (x[token] @ w_in[e].t()).chunk(2, 1)
-        y.index_add_(0, token, weight[token, slot, None] * ((F.silu(gate) * up) @ w_out[e].t()))
-    return y
-
-
 def gathered(whole: nn.Sequential) -> dict[str, Any]:
     """The bytes of the first block's stacks against the reference on the CPU, and its experts' output in dB."""
     model, same, decibels = sharded(whole), [], []
 
     def compare(module: Any, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        decibels.append(sqnr(exact(whole[0].experts, *inputs), y))
+        x, index, weight = inputs
+        leaves = (t.double() for t in (x, weight, whole[0].experts.gate_up_proj, whole[0].experts.down_proj))
+        decibels.append(sqnr(exact_experts(*leaves, index), y))
 
     fp8_all_gather(model)
     model[0].register_forward_pre_hook(lambda block, *_: same.extend(gathered_equal(block, whole[0])))

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gemm_examples import PAIRS, PROMOTED, ROUNDOFF, row_norm, wide
 from gpus import poison
 from torch import Tensor
@@ -29,6 +30,16 @@ def results(module, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> lis
     y = module(x, index, weight)
     y.backward(dy)
     return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def exact_experts(x: Tensor, weight: Tensor, w_in: Tensor, w_out: Tensor, index: Tensor) -> Tensor:
+    """The output [T, K] of SwiGLU experts in the dtype of x, expert by expert."""
+    y = torch.zeros_like(x)
+    for e in range(len(w_in)):
+        token, slot = (index == e).nonzero(as_tuple=True)
+        gate, up = (x[token] @ w_in[e].t()).chunk(2, 1)
+        y = y.index_add(0, token, weight[token, slot, None] * ((F.silu(gate) * up) @ w_out[e].t()))
+    return y
 
 
 def rows_of(sizes: list[int]) -> list[slice]:
