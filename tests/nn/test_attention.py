@@ -301,7 +301,7 @@ def after_attention(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed"])
 def test_layers_after_attention_are_marked_and_compute_the_same_bits(recipe: str, name: str) -> None:
     model = converted_model(MODELS[name](), recipe)
     assert len(marked(model)) == 2

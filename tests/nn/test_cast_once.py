@@ -480,18 +480,3 @@ def test_bytes_that_were_drawn_stay_those_of_the_forward_pass(preset) -> None:
 def test_a_frozen_input_keeps_the_scale_alone() -> None:
     recipe = replace(tensorwise(), name="drawn", dw=mxfp8().dw)
     assert saved_of_weight(converted(recipe), torch.randn(T, K)) == 0
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed"])
-def test_saving_the_input_gives_the_bits_of_saving_its_bytes(recipe: str) -> None:
-    layers = [nn.Linear(32, 32), nn.Linear(32, 32)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    x = torch.randn(2, 5, 32)
-    for layer in layers:
-        octavo.convert(layer, recipe)
-    layers[1].input_is_saved = True
-    gradients = []
-    for layer in layers:
-        leaf = x.clone().requires_grad_()
-        gradients.append(torch.autograd.grad(layer(leaf).square().sum(), [leaf, layer.weight, layer.bias]))
-    assert all(map(torch.equal, *gradients))
