@@ -245,14 +245,11 @@ def kept(model: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def of_recipe(recipe: str, *, gather: bool = True, compiled: bool = False) -> nn.Module:
-    model: Any = converted(recipe, count=1)
-    for block in model:
-        if compiled:
-            block.compile(fullgraph=True, backend=BACKEND)
-        fully_shard(block)
-    fully_shard(model)
+    model: Any = sharded(converted(recipe, count=1))
     if gather:
         fp8_all_gather(model)
+    for block in model if compiled else ():
+        block.compile(fullgraph=True, backend=BACKEND)
     return model
 
 
