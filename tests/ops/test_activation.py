@@ -13,17 +13,18 @@ from operation_examples import routing
 from quantize_oracle import assert_rounds_to, name_of
 
 from octavo.numerics import Cast
-from octavo.ops import activation_backward, activation_quantize, activation_quantize_scaled, activation_scales
+from octavo.ops import activation_backward, activation_quantize, activation_scales
 from octavo.ops.activation import WIDTHS
+from octavo.ops.launching import Factors
 
 E4M3 = Cast()
 
 
-def backward(dh, u, kind, cast=E4M3, h_cast=E4M3, *, biased=False, **scales):
+def backward(dh, u, kind, cast=E4M3, h_cast=E4M3, *, biased=False, slot=None, row=None, **scales):
     """`activation_backward` after its forward; factors that are not given are ones."""
     ones = {"column_scale": torch.ones(1, u.shape[1]), "mantissa_of": torch.ones(u.shape[0], 1)}
-    h_scale = activation_quantize(u, kind, h_cast).scale
-    return activation_backward(dh, u, kind, cast, **ones | scales, h_cast=h_cast, h_scale=h_scale, biased=biased)
+    others = {"h_cast": h_cast, "h_scale": activation_quantize(u, kind, h_cast).scale, "slot": slot, "row": row}
+    return activation_backward(dh, u, kind, cast, Factors(**ones | scales), biased=biased, **others)
 
 
 @pytest.mark.parametrize("kind", WIDTHS)
@@ -35,8 +36,8 @@ def test_forward(cast, shape, dtype, kind):
     q = activation_quantize(u, kind, cast)
     assert_rounds_to(q, h64(u.double(), kind), NEAR * h_magnitude(u, kind), cast)
     assert torch.equal(activation_scales(u, kind, cast), q.scale)
-    larger = activation_quantize_scaled(u, kind, 2 * q.scale, cast)
-    assert torch.equal(activation_quantize_scaled(u, kind, q.scale, cast).data.float(), q.data.float())
+    larger = activation_quantize(u, kind, cast, 2 * q.scale)
+    assert torch.equal(activation_quantize(u, kind, cast, q.scale).data.float(), q.data.float())
     assert (larger.data.float().abs() <= 0.51 * cast.fmt.max).all()
 
 

@@ -94,7 +94,7 @@ def test_an_activation_is_rounded_to_integers(kind: str) -> None:
     u = torch.randn(6, 64)
     q = ops.activation_quantize(u, kind, INT8)
     check_fused(q, nn.functional.silu(u[:, :32]) * u[:, 32:] if kind == "swiglu" else nn.functional.gelu(u))
-    again = ops.activation_quantize_scaled(u, kind, ops.activation_scales(u, kind, INT8), INT8)
+    again = ops.activation_quantize(u, kind, INT8, ops.activation_scales(u, kind, INT8))
     assert torch.equal(again.data, q.data)
 
 

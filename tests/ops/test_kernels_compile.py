@@ -120,7 +120,7 @@ def calls_of_training() -> Iterator[Call]:
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
     factors = Factors(ones(8, 4096), slot.view(-1), row, ones(M, 2))
-    for given in (Factors(*[None] * 4), factors):
+    for given in (Factors(), factors):
         yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, given)
     yield "permutation", "combine", (rows(4096), slot, ones(M, 2))
     yield "permutation", "index_slots", (shift, shift.long(), 8)

@@ -23,7 +23,7 @@ from octavo.numerics import ROW, TENSOR, Cast, Granularity, QTensor, block, grou
 from octavo.ops.attention import ordered_attention
 from octavo.ops.gemm import ordered_mm
 from octavo.ops.int8_gemm import int8_mm
-from octavo.ops.launching import LONGEST_ROW
+from octavo.ops.launching import LONGEST_ROW, Factors
 from octavo.ops.rows import RowBatch, cast_rows
 from octavo.ops.softmax_loss import cross_entropy, cross_entropy_gradient, multiply
 
@@ -94,11 +94,11 @@ def calls_of(shape: tuple[int, int], cast: Cast):
     yield "quantize", lambda: ops.quantize(x, cast, column_scale=column, mantissa_of=row)
     yield "quantize_stack", lambda: ops.quantize_stack([x, x], cast)
     yield "quantize_transposed", lambda: ops.quantize_transposed(x, cast)
-    yield "gather_quantize", lambda: ops.gather_quantize(x, cast, mantissa_of=row)
+    yield "gather_quantize", lambda: ops.gather_quantize(x, cast, Factors(mantissa_of=row))
     yield "norm_quantize", lambda: ops.norm_quantize(x, x, k, k, EPS, cast, center=True)
     yield "activation_quantize", lambda: ops.activation_quantize(torch.cat((x, x), 1), "swiglu", cast)
-    factors = {"column_scale": column, "mantissa_of": row, "h_cast": cast, "h_scale": row}
-    yield "activation_backward", lambda: ops.activation_backward(x, x, "gelu", cast, **factors, biased=True)
+    factors, others = Factors(column, mantissa_of=row), {"h_cast": cast, "h_scale": row, "biased": True}
+    yield "activation_backward", lambda: ops.activation_backward(x, x, "gelu", cast, factors, **others)
 
 
 QUANTIZES = [name for name, _ in calls_of((1, 1), E4M3)]
@@ -156,7 +156,7 @@ RUNS = [  # a call, and whether the kernel runs
     ("norm_backward", lambda: ops.norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, True), True),
     ("activation_quantize", lambda: ops.activation_scales(ones(3, 8), "gelu", E4M3), True),
     ("activation_quantize", lambda: ops.activation_scales(ones(3, LONGEST_ROW + 1), "gelu", E4M3), False),
-    ("activation_quantize", lambda: ops.activation_quantize_scaled(ones(3, 8), "gelu", ones(3, 1), E4M3), True),
+    ("activation_quantize", lambda: ops.activation_quantize(ones(3, 8), "gelu", E4M3, ones(3, 1)), True),
     ("quantize_stack", lambda: ops.row_scales([ones(4, 8)], E4M3), True),
     ("quantize_stack", lambda: ops.row_scales([ones(4, 8)], Cast("e4m3fnuz")), False),
     ("rotate", lambda: ops.rotate(ones(3, 8)), True),
@@ -214,8 +214,8 @@ def test_kernels_get_contiguous_tensors(calls):
     ops.norm_quantize(x, x, k, k, EPS, E4M3, center=True)
     ops.norm_backward(x, x, k, row, row, x, True)
     u, column = torch.randn(140, 5).t(), ones(1, 1).expand(1, 140)
-    factors = {"column_scale": column, "mantissa_of": row, "h_scale": row}
-    ops.activation_backward(x, u, "swiglu", E4M3, h_cast=E4M3, biased=True, **factors)
+    factors = Factors(column, mantissa_of=row)
+    ops.activation_backward(x, u, "swiglu", E4M3, factors, h_cast=E4M3, h_scale=row, biased=True)
     ops.quantize_stack([x, x], E4M3)
     ops.quantize_transposed(x.contiguous(), E4M3, zeros(6, dtype=INT)[::2])
     scale, first = ones(2, 2)[:, 0], zeros(2, 2, dtype=INT)[:1, 0]
@@ -247,9 +247,9 @@ def test_casts_that_fused_kernels_do_not_do_are_refused(cast):
     for name in ("activation_quantize", "activation_backward", "norm_quantize", "requantize_norm", "gather_quantize"):
         with pytest.raises(ValueError, match=f"{name} {ROWS}"):
             made[name]()
-    factors = {"column_scale": ones(1, 6), "mantissa_of": row, "h_scale": row}
+    factors = Factors(ones(1, 6), mantissa_of=row)
     with pytest.raises(ValueError, match="activation_backward " + ROWS):
-        ops.activation_backward(x, x, "gelu", E4M3, h_cast=cast, biased=False, **factors)
+        ops.activation_backward(x, x, "gelu", E4M3, factors, h_cast=cast, h_scale=row, biased=False)
 
 
 def attends(**changed: Tensor | None) -> None:
@@ -322,7 +322,7 @@ BAD = [  # a call, and the message of its error
       for x in (ones(3), ones(3, 0), ones(3, 4, dtype=INT))),
     *((lambda x=x: ops.rotate(x()), r"rotate takes a tensor \[\.\.\., n\] of float32, bfloat16 or float16, got")
       for x in (lambda: ones(()), lambda: ones(2, 4).double(), lambda: ones(2, 4).int())),
-    (lambda: ops.gather_quantize(ones(4, 8), E4M3, column_scale=ones(2, 8)), "column_scale needs group"),
+    (lambda: ops.gather_quantize(ones(4, 8), E4M3, Factors(ones(2, 8))), "column_scale needs group"),
     (
         lambda: ops.combine(ones(4, 8), zeros(4, dtype=INT), None),
         r"row must be int32 \[T, top_k\], got torch.int32 \[4\]",

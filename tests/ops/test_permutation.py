@@ -78,7 +78,7 @@ def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
         given["weight"] = weight = torch.randn(TOKENS, TOP_K)
         weight[:2] = torch.tensor([[0.0, -0.0, 1e-9], [-1e-9, 2.0**-24, -0.5]])
         rows = rows * torch.where(weight.abs() < 2.0**-24, 2.0**-24, weight).view(-1, 1)[slot]
-    q = ops.gather_quantize(x, Cast(), slot=slot, top_k=TOP_K, **given)
+    q = ops.gather_quantize(x, Cast(), Factors(**given), slot=slot, top_k=TOP_K)
     gathered = x[slot // TOP_K].float()
     expected = ops.quantize(gathered * columns[group] * rows if factors else gathered, Cast())
     assert torch.equal(q.scale, expected.scale)

@@ -170,7 +170,7 @@ class Row(ParallelLayer):
         return ops.requantize([x], self.ranks.largest(ops.row_scales([x], cast)), cast)
 
     def quantize_activation(self, u: Tensor, kind: str, cast: Cast) -> QTensor:
-        return ops.activation_quantize_scaled(u, kind, self.ranks.largest(ops.activation_scales(u, kind, cast)), cast)
+        return ops.activation_quantize(u, kind, cast, self.ranks.largest(ops.activation_scales(u, kind, cast)))
 
     def y(self, x_q: QTensor, w_q: QTensor, bias: Tensor | None, call: FusedCall) -> tuple[Tensor, Tensor]:
         y = self.ranks.done(self.ranks.scattered_mm(x_q, w_q, call.recipe.y, call))  # [T,K/R] @ [N,K/R]^T

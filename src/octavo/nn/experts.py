@@ -23,6 +23,7 @@ from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.numerics.scaling import scattered_signs
 from octavo.ops.dispatch import COLUMNS, runs_experts
+from octavo.ops.launching import Factors
 from octavo.ops.permutation import Groups, nonzero
 from octavo.ops.quantization import joined, matrices
 from octavo.ops.registration import check_tensor
@@ -188,8 +189,8 @@ class _Experts(torch.autograd.Function):
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), ops.aligned_groups(offsets, len(slot), slot, row.shape[1])
         folded, weight = s_out.squeeze(2), weight.float().contiguous()
-        routed = {"group": groups.expert, "slot": slot, "weight": weight}
-        g = ops.gather_quantize(dout, recipe.dy, top_k=row.shape[1], column_scale=folded, mantissa_of=s_h, **routed)
+        factors = Factors(folded, groups.expert, s_h, weight)
+        g = ops.gather_quantize(dout, recipe.dy, factors, slot=slot, top_k=row.shape[1])
         if call.outer_observer is not None:
             observe_group(
                 call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
@@ -208,8 +209,8 @@ class _Experts(torch.autograd.Function):
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
         du, h_q, _, dweight = ops.activation_backward(
-            dh, u, "swiglu", recipe.dy, biased=False, row=row, **routed,
-            column_scale=s_in.squeeze(2), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h,
+            dh, u, "swiglu", recipe.dy, Factors(s_in.squeeze(2), groups.expert, s_n, weight),
+            h_cast=recipe.x, h_scale=s_h, biased=False, slot=slot, row=row,
         )  # fmt: skip
         if call.observer is not None:
             observe_group(
@@ -455,7 +456,7 @@ class _GroupedLinear(torch.autograd.Function):
         dy, dx, dw, recipe = dy.contiguous(), None, None, call.recipe.fusable
         if recipe is not None:
             groups, folded = ops.aligned_groups(offsets, len(x_data)), s_w.squeeze(2)
-            g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, mantissa_of=s_x)
+            g = ops.gather_quantize(dy, recipe.dy, Factors(folded, groups.expert, s_x))
             observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, s_x=s_x, column_scale=folded)
             scales = ops.fold_scales(s_x, g.scale, s_w, offsets)
             if needs_x:

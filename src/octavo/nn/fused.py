@@ -46,6 +46,7 @@ from octavo.nn.module_tools import Adapter, differentiable_once
 from octavo.nn.observer import observe_dy, observe_xw
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
+from octavo.ops.launching import Factors
 
 # ---- Low-rank adapters around frozen layers (LoRA), in the passes of the layers.
 #
@@ -533,8 +534,8 @@ def _activation_backward(
     g, scales, dh = exchange.dx(sent, w_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
     add(dh, dread, None if a is None else a.t())  # [T,R] @ [F,R]^T
     du, h_q, db, _ = ops.activation_backward(
-        dh, u, ctx.activation, recipe.dy,
-        column_scale=s_in.t(), mantissa_of=s_n, h_cast=recipe.x, h_scale=s_h, biased=any(ctx.inner_bias),
+        dh, u, ctx.activation, recipe.dy, Factors(s_in.t(), mantissa_of=s_n),
+        h_cast=recipe.x, h_scale=s_h, biased=any(ctx.inner_bias),
     )  # fmt: skip
     kind = f"{ctx.activation}_gradient"
     observe_dy(call.observer, [dh, u], sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)

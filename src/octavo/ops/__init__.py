@@ -8,12 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.ops.activation import (
-        activation_backward,
-        activation_quantize,
-        activation_quantize_scaled,
-        activation_scales,
-    )
+    from octavo.ops.activation import activation_backward, activation_quantize, activation_scales
     from octavo.ops.attention import append_kv, cached_attention
     from octavo.ops.attention_fp8 import Attended, fp8_attention, fp8_attention_backward
     from octavo.ops.dispatch import (
@@ -47,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attended", "Backend", "FoldedScales", "Rows", "activation_backward", "activation_quantize",
-    "activation_quantize_scaled", "activation_scales", "add_product", "aligned_groups", "append_kv", "cached_attention",
+    "activation_scales", "add_product", "aligned_groups", "append_kv", "cached_attention",
     "combine", "find_backend", "find_grouped_backend", "find_weight_only_backend", "fold_scales", "fp8_attention",
     "fp8_attention_backward", "fp8_attention_limit", "gather_quantize", "group_of_rows",
     "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "index_of_largest", "norm_backward",

@@ -140,16 +140,17 @@ class ActivationGradient(NamedTuple):
     dweight: Tensor
 
 
-def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
+def activation_quantize(u: Tensor, kind: str, cast: Cast, scale: Tensor | None = None) -> QTensor:
     """Compute h = activation(u) [M, F] and quantize it by row, in one pass.
 
     u is float32, bfloat16 or float16. For the kind "gelu" it is [M, F]; for "swiglu" [M, 2F], gate before up; for
     "geglu" [M, 2F], up before gate. GELU is the exact one, not the tanh approximation. The cast is by row, rounded to
-    nearest, with scale "fp32" or "pow2", without a relative floor.
+    nearest, with scale "fp32" or "pow2", without a relative floor. A given `scale` [M, 1] (float32) is at least as
+    large as that of the rows.
     """
     check_row_cast("activation_quantize", cast)
-    data, scale = _activation_quantize(u, kind, None, True, cast.spec)
-    return QTensor(data, scale, cast.fmt, ROW)
+    data, own = _activation_quantize(u, kind, scale, True, cast.spec)
+    return QTensor(data, own if scale is None else scale, cast.fmt, ROW)
 
 
 def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
@@ -161,49 +162,36 @@ def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
     return _activation_quantize(u, kind, None, False, cast.spec)[1]
 
 
-def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> QTensor:
-    """`activation_quantize` by given scales [M, 1] (float32), at least as large as its own."""
-    check_row_cast("activation_quantize_scaled", cast)
-    data, _ = _activation_quantize(u, kind, scale, True, cast.spec)
-    return QTensor(data, scale, cast.fmt, ROW)
-
-
 def activation_backward(
     dh: Tensor,
     u: Tensor,
     kind: str,
     cast: Cast,
+    factors: Factors,
     *,
-    column_scale: Tensor,
-    mantissa_of: Tensor,
     h_cast: Cast,
     h_scale: Tensor,
     biased: bool,
-    group: Tensor | None = None,
     slot: Tensor | None = None,
     row: Tensor | None = None,
-    weight: Tensor | None = None,
 ) -> ActivationGradient:
     """Compute the gradient through an activation and quantize it by row, in one pass.
 
     Args:
         dh, u, cast: dh [M, F], u, and the cast of its gradient, as in `activation_quantize`.
-        column_scale: float32 [1, columns of u], multiplied into that gradient first; with `group` [E, columns of u].
-        mantissa_of: float32 [M, 1], whose mantissas are multiplied into its rows after that, as in `quantize`.
+        factors: multiplied into that gradient first. Without a group, column_scale is [1, columns of u]. With a group,
+            a weight is what `gather_quantize` has multiplied the gradient of its slot by. The gradient of a weight is
+            the sum of dh * h over its row, divided by the weight (SonicMoE, arXiv:2512.14080, section 3.2); zero for a
+            slot without a row. Where `gather_quantize` took 2^-24 for a smaller weight, du and h are multiplied by
+            weight / 2^-24: a weight of zero gives zeros.
         h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed
             again from these instead of being saved.
         biased: also return the gradient of a bias in u, float32 [columns of u]: the sum of the rows of du, before du is
             multiplied by the scales.
-        group: int32 [M], the line of column_scale that each row is multiplied by, from 0 to E - 1: its expert.
-        slot, row: with `group`, int32, the slot of each row [M], and the row of each slot [T, top_k], or -1.
-        weight: with `group`, float32 [T, top_k], by which `gather_quantize` has multiplied the gradient of each slot.
-            The gradient of a weight is the sum of dh * h over its row, divided by the weight (SonicMoE,
-            arXiv:2512.14080, section 3.2); zero for a slot without a row. Where `gather_quantize` took 2^-24 for a
-            smaller weight, du and h are multiplied by weight / 2^-24: a weight of zero gives zeros.
+        slot, row: with a group, int32, the slot of each row [M], and the row of each slot [T, top_k], or -1.
     """
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
-    factors = Factors(column_scale, group, mantissa_of, weight)
     given = dh, u, kind, cast.spec, *factors, h_cast.spec, h_scale, biased, slot, row
     data, scale, h_data, *others = _activation_backward(*given)
     return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), *others)

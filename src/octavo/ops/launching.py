@@ -432,13 +432,13 @@ class Turn(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What rows are multiplied by: the lines `group` [M] of column_scale [E, K], then the mantissas of mantissa_of
-    [M, 1], or these times the weights [T, top_k] of the rows' slots. Each is None for ones."""
+    """What rows are multiplied by: the lines `group` of column_scale, then the mantissas of mantissa_of, or these times
+    the weights of the rows' slots. Each is None for ones."""
 
-    column_scale: Tensor | None
-    group: Tensor | None
-    mantissa_of: Tensor | None
-    weight: Tensor | None
+    column_scale: Tensor | None = None  # float32 [E, K]
+    group: Tensor | None = None  # int32 [M], from 0 to E - 1
+    mantissa_of: Tensor | None = None  # float32 [M, 1]
+    weight: Tensor | None = None  # float32 [T, top_k]
 
 
 LEAST_WEIGHT = 2.0**-24  # in place of a smaller weight of a slot in a backward pass, which divides by it

@@ -53,32 +53,19 @@ def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
     return total.to(y.dtype)
 
 
-def gather_quantize(
-    x: Tensor,
-    cast: Cast,
-    *,
-    slot: Tensor | None = None,
-    top_k: int = 1,
-    column_scale: Tensor | None = None,
-    group: Tensor | None = None,
-    mantissa_of: Tensor | None = None,
-    weight: Tensor | None = None,
-) -> QTensor:
+def gather_quantize(x: Tensor, cast: Cast, factors: Factors, *, slot: Tensor | None = None, top_k: int = 1) -> QTensor:
     """Gather rows and quantize each by its own scale, in one pass: data [M, K] and scale [M, 1].
 
     Args:
         x: [T, K], float32, bfloat16 or float16.
         cast: by row, rounded to nearest, without a relative floor.
+        factors: multiplied into the rows first. A weight that is nearer to zero than 2^-24 counts as 2^-24:
+            `activation_backward` divides by it.
         slot: int32 [M]; row m of the result is row slot[m] // top_k of x. None gathers nothing: M = T.
         top_k: the slots of a row of x.
-        column_scale: float32 [E, K], multiplied into row m by its line group[m].
-        group: int32 [M], from 0 to E - 1.
-        mantissa_of: float32 [M, 1], whose mantissas are multiplied into the rows after that, as in `quantize`.
-        weight: float32 [T, top_k], of each slot, multiplied into the mantissa of its row. One that is nearer to zero
-            than 2^-24 counts as 2^-24: `activation_backward` divides by it.
     """
     check_row_cast("gather_quantize", cast)
-    data, scale = _gather_quantize(x, cast.spec, slot, top_k, *Factors(column_scale, group, mantissa_of, weight))
+    data, scale = _gather_quantize(x, cast.spec, slot, top_k, *factors)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
