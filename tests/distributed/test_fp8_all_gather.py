@@ -4,6 +4,7 @@ import copy
 import io
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,6 @@ def compare(block: nn.Module, whole: nn.Module) -> None:
             assert torch.equal(w.data_bytes.view(torch.uint8), expected.data.view(torch.uint8))
             assert torch.equal(w.scale, expected.scale)
             assert w.scale.numel() > 1 or w.scale.data_ptr() % 16 == 0  # cuBLASLt demands it of one scale
-
-
-def some_recipes(rank: int) -> None:
-    all_recipes(rank, SOME)
 
 
 def all_recipes(rank: int, recipes: Sequence[str] = RECIPES) -> None:
@@ -356,7 +353,8 @@ def changed(rank: int) -> None:
     assert all(torch.equal(copied[k].full_tensor(), state[k].full_tensor()) for k in state)
 
 
-QUICK = [some_recipes, traffic, traffic_of_pairs, bytes_held, reports, neighbours, refusals, promoted, in_eager_code]
+SOME_RECIPES = partial(all_recipes, recipes=SOME)
+QUICK = [SOME_RECIPES, traffic, traffic_of_pairs, bytes_held, reports, neighbours, refusals, promoted, in_eager_code]
 SLOW = [pytest.param(check, marks=pytest.mark.slow) for check in (all_recipes, in_compiled_code, changed)]
 
 

@@ -79,22 +79,16 @@ def gathered_equal(block: Any, whole: nn.Module) -> list[bool]:
 
 
 def trained(rank: int) -> None:
-    """With 4 experts, and 3 that two ranks cannot share evenly, training equals one rank's; so in compiled code."""
-    for experts, compiled in ((4, False), (3, False), (4, True)):
-        whole = model_of(experts)
+    """With 4 experts, and 3 that two ranks cannot share evenly, training equals one rank's; so in compiled code, and
+    with blocks of whole matrices. MX, which quantizes a weight twice, is gathered wide."""
+    given = (4, "rowwise", False), (3, "rowwise", False), (4, "rowwise", True), (3, "blockwise", False)
+    for experts, recipe, compiled in given:
+        whole = model_of(experts, recipe=recipe)
         model = sharded(whole)
         assert set(fp8_all_gather(model).gathered) == set(stacks_of(whole))
         for block in model if compiled else ():
             block.compile(backend="aot_eager", fullgraph=True)
-        assert equal(train(whole), train(model)), (experts, compiled)
-
-
-def trained_by_blocks(rank: int) -> None:
-    """Blocks of whole matrices are gathered as bytes; MX, which quantizes a weight twice, is gathered wide."""
-    whole = model_of(3, recipe="blockwise")
-    model = sharded(whole)
-    assert set(fp8_all_gather(model).gathered) == set(stacks_of(whole))
-    assert equal(train(whole), train(model))
+        assert equal(train(whole), train(model)), (experts, recipe, compiled)
     reasons = fp8_all_gather(sharded(model_of(3, recipe="mxfp8"))).wide
     assert set(reasons) == set(stacks_of(whole))
     assert all("reads other bytes of experts for dx" in reason for reason in reasons.values())
@@ -127,9 +121,7 @@ def traffic(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check", [trained, trained_by_blocks, bytes_of_experts, partial(bytes_of_experts, recipe="blockwise"), traffic]
-)
+@pytest.mark.parametrize("check", [trained, bytes_of_experts, partial(bytes_of_experts, recipe="blockwise"), traffic])
 def test_experts_are_gathered_as_bytes(check: Callable[[int], None]) -> None:
     run_ranks(2, check)
 
