@@ -308,7 +308,7 @@ class TransformersForward:
         rope = str(getattr(self.config, "rope_parameters", None))
         self.row_by_row = "dynamic" not in rope and "longrope" not in rope  # which change with the length of a text
         self.rotary: Any = getattr(model.base_model, "rotary_emb", None) if self.row_by_row else None
-        self.tables: tuple[Tensor, ...] = ()  # of the angles of all positions
+        self.table: Tensor | None = None  # cos and sin of all positions [2, P, D]
 
     def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.
@@ -337,18 +337,18 @@ class TransformersForward:
         return output.logits if self.keeps or kept is None else output.logits.index_select(1, kept)
 
     def _rotate(self, x: Tensor, position_ids: Tensor, *args: Any, **keywords: Any) -> Any:
-        """The model's cos and sin of positions [B, T], by two lookups in place of ten operations."""
+        """The model's cos and sin of positions [B, T], by one lookup in place of ten operations."""
         own: Any = type(self.rotary).forward
         if args or keywords or position_ids.ndim != 2 or torch.compiler.is_compiling():
             return own(self.rotary, x, position_ids, *args, **keywords)
-        if not self.tables or self.tables[0].dtype != x.dtype:
+        if self.table is None or self.table.dtype != x.dtype:
             with torch.inference_mode(False), torch.no_grad():  # a later generation may run outside of inference mode
                 tables = own(self.rotary, x, torch.arange(self.cache.max_tokens, device=x.device)[None])
             if {table.shape[:2] for table in tables} != {(1, self.cache.max_tokens)}:  # complex ones, of DeepSeek-V2
                 rotary, self.rotary = self.rotary, None
                 return own(rotary, x, position_ids)
-            self.tables = tuple(table[0] for table in tables)
-        return tuple(torch.embedding(table, position_ids) for table in self.tables)
+            self.table = torch.cat(tables)
+        return self.table.index_select(1, position_ids.flatten()).unflatten(1, position_ids.shape).unbind()
 
 
 # ---- The cache that a model of transformers makes for itself, for models and lengths that ours does not serve.
