@@ -1,4 +1,6 @@
-"""Times our GEMMs with many tilings: what a kernel's `choose` takes, and the best of all. It writes no result.
+"""Times our GEMMs with other tilings: what a kernel's `choose` takes, and the best that a search from there finds.
+
+It writes no result.
 
     gemm             the GEMM of row scales at few rows, beside a copy of the same bytes
     block            the GEMM of scales along K, by scales, beside cuBLASLt and operands widened to BF16
@@ -13,9 +15,8 @@ compute the same are in bench.gpu.serve, linears and moe.
     python -m bench.gpu.tune gemm [--rows 1,16,64] [--shapes 4]
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import product, starmap
 from statistics import median
 from typing import Any
 
@@ -34,24 +35,12 @@ from octavo.ops.attention_tiles import TILES, Tile
 from octavo.ops.dispatch import SQUARE, STRIP
 from octavo.ops.kernels import block_scaled_gemm, grouped_gemm, weight_only
 from octavo.ops.kernels import gemm as row_gemm
-from octavo.ops.launching import Operands, _recorded, compile_only
+from octavo.ops.launching import Operands, _recorded
 from octavo.ops.library_gemms import scaled_mm_cublaslt
 from octavo.recipe import ROW_W
 
 BF16 = torch.bfloat16
 PAIRS = {"group32": (group(32),) * 2, "group64": (group(64),) * 2, "group128": (STRIP, STRIP), "block": (STRIP, SQUARE)}
-# BLOCK_N, BLOCK_M, groups of a step, stages and warps that are worth a try, up to so many likely rows of a group
-GROUPED = {
-    16: [(64, 16, 2, 3, 4), (64, 16, 1, 6, 4), (128, 16, 2, 3, 4), (128, 16, 1, 4, 4)],
-    64: [(64, 64, 1, 5, 4), (128, 64, 1, 4, 8), (128, 64, 1, 4, 4), (64, 32, 2, 4, 4)],
-    1 << 20: [(128, 128, 1, 5, 8), (128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 4, 8)],
-}
-FAST = [  # as above, of row scales
-    (128, 256, 1, 3, 8), (256, 128, 1, 4, 8), (256, 128, 1, 3, 8), (128, 128, 1, 4, 8), (128, 128, 1, 3, 4),
-    (128, 128, 1, 2, 4),
-]  # fmt: skip
-PROMOTED = [(128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 3, 4), (128, 256, 1, 3, 8), (256, 128, 1, 3, 8)]
-CACHED = [Tile(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
 
 
 def show(found: list[tuple[Any, float]], flops: float = 0.0, copy: float = 0.0) -> None:
@@ -67,9 +56,7 @@ def gemm(m: int, n: int, k: int) -> None:
     def us(tiling: row_gemm.Tiling) -> float:
         return in_turn(lambda b: row_gemm.scaled_mm(a.data, a.scale, b.data, b.scale, None, BF16, True, tiling), bs)
 
-    many = product((64, 128), (128, 256), (3, 4, 6), (4,), (1, 2, 4, 8))
-    tilings = product((2, 4, 8, 16), (512, 1024, 2048), (1, 3, 4), (4,)) if m == 1 else many
-    found = fastest(row_gemm.choose(m, n, k, a.data.device), starmap(row_gemm.Tiling, tilings), us)
+    found = fastest(row_gemm.choose(m, n, k, a.data.device), us)
     show(found, copy=1e3 * copy_ms(count * (n * k + 4 * n + m * (k + 4 + 2 * n))) / count)
 
 
@@ -85,16 +72,7 @@ def block(m: int, n: int, k: int) -> None:
         native = f", cuBLASLt {us(scaled_mm_cublaslt, False):.1f} us" if size == 128 else ""
         print(f"  {name}: widened to BF16 {us(block_scaled_gemm.dequantized_mm):.1f} us{native}", flush=True)
         chosen = block_scaled_gemm.choose(m, n, k, size, x.device)
-        tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size))
-        show(fastest(chosen, tilings, partial(us, block_scaled_gemm.scaled_mm, None), best=4), 2 * m * n * k)
-
-
-def block_tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:
-    """BLOCK_N, BLOCK_M, groups of a step, stages, warps and splits that are worth a try."""
-    groups = {32: (4, 2), 64: (2, 4), 128: (2, 1)}[group_size]
-    if m <= 64:
-        return product((64,), (max(16, 1 << (m - 1).bit_length()),), groups, (3, 5), (4,), (1, 2, 4, 8))
-    return product((64, 128), (64, 128), groups, (2, 3, 4), (4, 8), (1,))
+        show(fastest(chosen, partial(us, block_scaled_gemm.scaled_mm, None)), 2 * m * n * k)
 
 
 def grouped(tokens: int, *_: int) -> None:
@@ -106,35 +84,30 @@ def grouped(tokens: int, *_: int) -> None:
             a = quantize(bf16(m, k), Cast(granularity=STRIP))
             rows = grouped_gemm.likely_rows(m, e)
             chosen = block_scaled_gemm.choose(rows, n, k, 128, offsets.device)
-            tilings = next(tilings for most, tilings in GROUPED.items() if rows <= most)
             operands = Operands(a.data, w_q.data, a.scale, w_q.scale, STRIP, SQUARE)
             ours = partial(grouped_gemm.grouped_mm, operands, offsets, BF16, False)
             print(f"{name}, {tokens} tokens, {n} x {k}", flush=True)
-            time_grouped(ours, chosen, [block_scaled_gemm.Tiling(*each) for each in tilings], 2 * m * n * k)
+            time_grouped(ours, chosen, 2 * m * n * k)
 
 
-def time_grouped(ours: Callable[[Any], Any], chosen: Any, others: Sequence[Any], flops: float) -> None:
-    with compile_only():  # in several threads
-        for tiling in (chosen, *others):
-            ours(tiling)
-
+def time_grouped(ours: Callable[[Any], Any], chosen: Any, flops: float) -> None:
     def us(tiling: Any) -> float:
         ours(tiling)
         return 1e3 * median(once(partial(ours, tiling), 4) for _ in range(3))
 
-    show(fastest(chosen, others, us, best=4), flops)
+    show(fastest(chosen, us), flops)
 
 
 def grouped_rows(*_: int) -> None:
     for name, shape in EXPERTS.items():
-        p, tiling = Products(shape), block_scaled_gemm.Tiling
+        p = Products(shape)
         y, dw = of_rows(p.x_q.data, p.w_q.data, p.offsets), of_columns(p.dy_t, p.x_t, p.offsets)
         device, likely = p.offsets.device, grouped_gemm.likely_rows(shape.rows, shape.experts)
         print(f"{name}: y, then dw", flush=True)
         chosen = grouped_gemm.choose(likely, True, device)
-        time_grouped(partial(y.ours, True), chosen, [tiling(*each) for each in FAST], p.flops)
+        time_grouped(partial(y.ours, True), chosen, p.flops)
         chosen = grouped_gemm.choose(shape.width, False, device)
-        time_grouped(partial(dw.ours, False), chosen, [tiling(*each) for each in PROMOTED], p.flops)
+        time_grouped(partial(dw.ours, False), chosen, p.flops)
 
 
 def eight_bit_weight(m: int, n: int, k: int, native: bool | None = None) -> None:
@@ -143,9 +116,7 @@ def eight_bit_weight(m: int, n: int, k: int, native: bool | None = None) -> None
     def us(tiling: row_gemm.Tiling) -> float:
         return in_turn(lambda w: weight_only.weight_only_mm(x, w.data, w.scale, ROW, None, None, tiling, native), ws)
 
-    many = product((64, 128), (128, 256) if m <= 32 else (64, 128), (3, 4), (4, 8), (1, 2))
-    tilings = product((4, 8, 16), (512, 1024), (3, 4), (4,), (1,)) if m == 1 else many
-    show(fastest(weight_only.choose(m, n, k, 0, x.device), starmap(row_gemm.Tiling, tilings), us))
+    show(fastest(weight_only.choose(m, n, k, 0, x.device), us))
 
 
 def cache(batch: int, *_: int) -> None:
@@ -157,7 +128,7 @@ def cache(batch: int, *_: int) -> None:
             size = store.keys.element_size()
             before, step = TILES[size], partial(store.attend, q)
             print(f"batch {batch} context {context} {dtype}", flush=True)
-            found = fastest(before[0], CACHED, partial(time_tile, step, size), best=5)
+            found = fastest(before[0], partial(time_tile, step, size))
             show(found, copy=1e3 * copy_ms(2 * k.numel() * size))
             TILES[size] = before
             _recorded.clear()
