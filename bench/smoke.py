@@ -52,8 +52,6 @@ COMMANDS_OF_A_GPU = [
     "-m bench.gpu.linears",
     "-m bench.gpu.attention",
     "-m bench.gpu.runs attention --runs 'bf16:0,bf16 + FP8 attention:0' --out {out} --merge {out}",
-    *(f"-m bench.gpu.tune {kernel}" for kernel in ("gemm", "block", "grouped", "grouped-rows", "cache")),
-    "-m bench.gpu.tune weight-only --bytes",
 ]
 
 

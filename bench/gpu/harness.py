@@ -10,7 +10,6 @@ writes nothing (`bench.smoke` runs all of them so).
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
@@ -409,27 +408,6 @@ def in_turn(call: Callable[[Weight], Any], weights: Sequence[Weight]) -> float:
             call(weight)
 
     return 1e3 * replayed(step, calls=2) / len(weights)
-
-
-def fastest(chosen: Any, us: Callable[[Any], float]) -> list[tuple[Any, float]]:
-    """The microseconds of the chosen tiling, then the four fastest that a search from there finds. It tries all
-    neighbours of the fastest until that has none left. Prints those that do not run."""
-    found: dict[Any, float] = {}
-    left = [chosen]
-    while left:
-        for tiling in left:
-            took = made(f"  {tuple(tiling)}", partial(us, tiling))  # it may need too much shared memory
-            found[tiling] = math.inf if took is None else took
-        best = sorted(found, key=lambda each: found[each])
-        left = sized([each for each in neighbours(best[0]) if each not in found], [])
-    return [(tiling, found[tiling]) for tiling in (chosen, *best[:4])]
-
-
-def neighbours(tiling: Any) -> Iterator[Any]:
-    """`tiling` with one number halved or doubled, or with a stage more or less."""
-    for name, value in tiling._asdict().items():
-        near = {value - 1, value + 1} if name == "stages" else {value // 2, 2 * value}
-        yield from (tiling._replace(**{name: other}) for other in sorted(near - {0}))
 
 
 # --- Passes forward and backward, on random inputs -------------------------------------------------------------

@@ -11,7 +11,6 @@ routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA grap
 BF16's. They are y, dx and dw of the inner layer, with promoted and with fast accumulation, and with E5M2 gradients,
 which CUTLASS's kernel does not take. Scales are ones. The SQNR against a BF16 product of the same operands comes first,
 and must be above 20 dB. Then the kernels take turns. Change the choice in octavo.ops.dispatch by the table.
-`bench.gpu.tune grouped-rows` tries many tilings of our kernel.
 
     python -m bench.gpu.moe [--only layer|packed|kernels]
 """
@@ -236,7 +235,7 @@ def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens:
 
 
 class Gemm(NamedTuple):
-    """A product of eight-bit operands: in BF16, and by the kernels, for a way to accumulate (and a tiling of ours)."""
+    """A product of eight-bit operands: in BF16, and by the kernels, for a way to accumulate."""
 
     wide: Callable[[], Tensor]
     cutlass: Callable[..., Tensor] | None  # None if the kernel does not take the formats
@@ -247,7 +246,7 @@ class Gemm(NamedTuple):
         for how, fast in ACCUMULATION.items():
             if self.cutlass is not None:
                 found[f"{name}, cutlass, {how}"] = partial(self.cutlass, fast=fast)
-            found[f"{name}, triton, {how}"] = partial(self.ours, fast, None)
+            found[f"{name}, triton, {how}"] = partial(self.ours, fast)
         return found
 
 
@@ -264,7 +263,7 @@ def measure_kernels(shape: Shape) -> dict[str, Any]:
     with compile_only():  # in several threads
         for gemm in gemms.values():
             for fast in ACCUMULATION.values():
-                gemm.ours(fast, None)
+                gemm.ours(fast)
     ways, db = {f"{name}, bf16": product for name, product in p.in_bf16().items()}, {}
     for name, gemm in gemms.items():
         wide = gemm.wide()

@@ -272,7 +272,7 @@ def _add_and_store(acc, bias, residual, y_ptrs, mask):
 
 
 COMBINE_BLOCK_N = 256  # columns of y of a program of the second launch
-COMBINE_STEPS = 12  # the second launch takes as long as so many tiles of a program (bench.gpu.tune)
+COMBINE_STEPS = 12  # the second launch takes as long as so many tiles of a program
 MAX_SPLIT_K = 8
 
 
