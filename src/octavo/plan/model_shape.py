@@ -107,13 +107,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of this `kind` (model_type) and `width` of the residual stream. `context` is the longest sequence, or the
-    only one of an image model, whose `vocabulary` is 0. `head`, `embeddings` and `others` count the parameters outside
-    of the blocks; a head that is tied to the embedding has none. `fused`: Octavo quantizes inside its norms and
-    activations (`rowwise`)."""
+    """A model of this `width` of the residual stream. `context` is the longest sequence, or the only one of an image
+    model, whose `vocabulary` is 0. `head`, `embeddings` and `others` count the parameters outside of the blocks; a head
+    that is tied to the embedding has none. `fused`: Octavo quantizes inside its norms and activations (`rowwise`)."""
 
     name: str
-    kind: str
     width: int
     context: int
     vocabulary: int
@@ -237,7 +235,7 @@ def _language_model(name: str, f: Fields, blocks: Sequence[Block], *, fused: boo
     tied = bool(f.get("tie_word_embeddings", False))
     embedding = vocabulary * width
     return Architecture(
-        name, f["model_type"], width, f["max_position_embeddings"], vocabulary,
+        name, width, f["max_position_embeddings"], vocabulary,
         tuple(block for block in blocks if block.count), head=0 if tied else embedding, embeddings=embedding,
         others=others, tied=tied, fused=fused,
     )  # fmt: skip
@@ -275,7 +273,7 @@ def _gpt2(name: str, f: Fields) -> Architecture:
     sizes = {
         "hidden_size": width, "num_hidden_layers": f["n_layer"], "num_attention_heads": f["n_head"],
         "ffn_dim": f.get("n_inner") or 4 * width, "max_position_embeddings": f["n_positions"],
-        "vocab_size": f["vocab_size"], "tie_word_embeddings": f.get("tie_word_embeddings", True), "model_type": "gpt2",
+        "vocab_size": f["vocab_size"], "tie_word_embeddings": f.get("tie_word_embeddings", True),
     }  # fmt: skip
     return _opt(name, sizes, unread=0)
 
@@ -302,7 +300,7 @@ def _vit(name: str, f: Fields) -> Architecture:
     block = _encoder_block(f["num_hidden_layers"], width, f["num_attention_heads"], f["intermediate_size"])
     embeddings = width * (channels * patch**2 + 1) + width * (patches + 2)  # patches, positions, the class token
     return Architecture(
-        name, "vit", width, patches + 1, 0, (block,), head=0, embeddings=embeddings, others=2 * width, layer_norm=True
+        name, width, patches + 1, 0, (block,), head=0, embeddings=embeddings, others=2 * width, layer_norm=True
     )
 
 
@@ -320,7 +318,7 @@ def _dit(name: str, f: Fields) -> Architecture:
     time, classes = 256 * width + width + width * width + width, 1001 * width  # as the paper's ImageNet models
     out = 2 * (width * width + width) + (width + 1) * patch**2 * 2 * channels
     return Architecture(
-        name, "dit", width, tokens, 0, (block,), head=0, embeddings=patches + time + classes, others=out,
+        name, width, tokens, 0, (block,), head=0, embeddings=patches + time + classes, others=out,
         layer_norm=True,
     )  # fmt: skip
 
