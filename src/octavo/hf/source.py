@@ -177,7 +177,8 @@ def write_model(
     the numbers. `record` is called when all tensors are written, and gives the entries of octavo.json, of which `card`
     makes README.md. `added` are tensors of the files beside those of the model. `doing` names the work for `progress`.
 
-    An ArtifactError if a tensor holds inf or NaN, or a file of the source is a link out of its folder.
+    An ArtifactError if a tensor holds inf or NaN, before or after its change, or a file of the source is a link out of
+    its folder.
     """
     folders.check_links(source.origin)  # `copy_description` checks the other folder
     added = added or {}
@@ -190,7 +191,13 @@ def write_model(
         for done, name in enumerate(source.specs, start=1):
             tensor = source.get(name)
             digest.update(files.bytes_of(tensor.contiguous()))
-            yield from change(name, tensor).items()
+            for new, changed in change(name, tensor).items():
+                if changed.dtype in files.WIDE and not is_finite(changed):
+                    raise ArtifactError(
+                        f"{source.origin}: {name} has numbers beyond the range of {changed.dtype}, in which {new} is "
+                        "written: make them smaller, or with --smooth or --rotate give --scheme fp32"
+                    )
+                yield new, changed
             progress(done, len(source.specs), doing)
 
     with folders.whole_folder(out) as partial:
