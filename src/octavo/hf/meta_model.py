@@ -340,6 +340,12 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
                 "loads language models, models with an encoder and a decoder, and encoders of text or images (Llama, "
                 "T5, Whisper, BERT, ViT, ...). octavo.convert trains other models, which are saved in BF16"
             )
+        usual = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(described), type(model))
+        if is_language_model(model) and type(described) is not model.config_class and not isinstance(model, usual):
+            raise ArtifactError(
+                f"{where} has model_type {kind!r}, whose class is {usual.__name__}, and architectures "
+                f"{described.architectures}: programs follow one or the other, mend the wrong one"
+            )
         return MetaModel(model.eval(), config, stated_positions(model), ExpertFiles(model))
 
 
