@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.checkpoint import scheme as schemes
-from octavo.checkpoint.files import read_json, write_shards
+from octavo.checkpoint.files import ArtifactError, model_tensors, read_json, write_shards
 from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Packing, check_layout, get_layout, read_config
 from octavo.checkpoint.packed_folder import PackedTensors
@@ -134,9 +134,24 @@ def convert_layout(
 
 def _open(folder: Path) -> PackedTensors:
     packed = PackedTensors(folder)
+    if lost := _lost(packed):
+        raise ArtifactError(f"{folder}: tensor {lost[0]} is missing ({len(lost)} in all); {schemes.ADVICE}")
     if suspects := packed.suspects():
         warnings.warn(f"{folder}: {schemes.reciprocal_warning(suspects, len(packed.packing.schemes))}", stacklevel=3)
     return packed
+
+
+def _lost(packed: PackedTensors) -> list[str]:
+    """The tensors that the model needs and the folder lacks. None are known of a model that transformers does not
+    build, or where the folder has others in their place, as under the names of older writers."""
+    try:
+        meta_model = read_meta_model(packed.config, packed.folder)
+    except (ArtifactError, ImportError):
+        return []
+    needed = meta_model.experts.split(model_tensors(meta_model.model)).keys()
+    others, _ = meta_model.leave_out(dict.fromkeys(packed.others))
+    there = {*others, *(f"{name}.weight" for name in packed.packing.schemes)}
+    return sorted(needed - there) if there <= needed else []
 
 
 def _still_true(
