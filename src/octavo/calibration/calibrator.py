@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from octavo.calibration.site_statistics import KINDS, PERCENTILES, Observed, Observer, Statistics, check_seen
+from octavo.calibration.site_statistics import KINDS, LEAVES, PERCENTILES, Observed, Observer, Statistics, check_seen
 from octavo.checkpoint.files import ArtifactError, load_tensors, open_file, read_json, replace_file, save_tensors
 from octavo.checkpoint.folder import WriteError, check_absent, locked_folder, whole_folder, writing
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
@@ -154,12 +154,12 @@ def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
 
 def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Observed]:
     """The inverse of `describe` and `to_tensors`. Raises an ArtifactError whose message begins with `where`."""
-    observed, leaves = {}, Statistics("").to_tensors().keys()
+    observed = {}
     with reading(where, "a description of these tensors", ArtifactError):
         for name, site in described.items():
             if site["kind"] not in KINDS:
                 raise ValueError(f"{name} has the unknown kind {site['kind']!r}")
-            found = {leaf: tensors[f"{name}.{leaf}"] for leaf in leaves if f"{name}.{leaf}" in tensors}
+            found = {leaf: tensors[f"{name}.{leaf}"] for leaf in LEAVES if f"{name}.{leaf}" in tensors}
             observed[name] = Observed(site["kind"], Statistics.from_tensors(name, found), list(site["layers"]))
     return observed
 

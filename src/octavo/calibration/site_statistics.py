@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.hf.meta_model import ExpertMatrices
@@ -36,20 +36,26 @@ from octavo.numerics.formats import E4M3, cast
 BINS = 0x7F80  # the finite magnitudes of BF16: their bits count them, 0x7F80 is inf
 PERCENTILES = (99.9, 99.99)
 OUTLIER_MULTIPLE = 10.0
+LEAVES = {"tokens", "channel_amax", "history", "histogram", "first_bin"}  # the tensors of a site in files
 SCALE_RULES = ("amax", "percentile", "mse")
 
 
 class Statistics:
     """The statistics of the tensors at one site, in FP32 for tensors of any dtype. `tokens` is the number of vectors of
-    K elements, and `channel_amax` is float32 [K]. `history` has the amax of each batch, oldest first. `histogram`,
-    int64 [BINS], has the number of elements with each BF16 magnitude."""
+    K elements, and `channel_amax` is float32 [K]. `history` has the amax of each batch, oldest first."""
 
     def __init__(self, site: str) -> None:
         self.site = site
         self.tokens = 0
         self.channel_amax = torch.empty(0)
         self.history: list[float] = []
-        self.histogram = torch.zeros(BINS, dtype=torch.int64)
+        # The bins of the histogram from `_first` on. In files, and so of 10,000 experts, they are those in use.
+        self._first, self._counts = 0, torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def histogram(self) -> Tensor:
+        """The number of elements with each BF16 magnitude, int64 [BINS]."""
+        return pad(self._counts, (self._first, BINS - self._first - len(self._counts)))
 
     def update(self, x: Tensor) -> Self:
         """Count a batch x[.., K], a floating-point tensor on any device. A batch without tokens changes nothing. A
@@ -68,9 +74,9 @@ class Statistics:
                 "damaged, or the model overflows BF16"
             )
         codes = flat.bfloat16().view(torch.int16).flatten() & 0x7FFF
-        counts = torch.bincount(codes.clamp_(max=BINS - 1), minlength=BINS)  # the clamp: FP32 above BF16's max
         batch = type(self)(self.site)
-        batch.tokens, batch.channel_amax, batch.history, batch.histogram = len(flat), channel_amax, [amax], counts
+        batch.tokens, batch.channel_amax, batch.history = len(flat), channel_amax, [amax]
+        batch._counts = torch.bincount(codes.clamp_(max=BINS - 1), minlength=BINS)  # the clamp: FP32 above BF16's max
         self.merge(batch)
         return self
 
@@ -79,10 +85,10 @@ class Statistics:
         if not other.tokens:
             return
         if self.tokens == 0:
-            self.channel_amax, self.histogram = other.channel_amax.clone(), other.histogram.clone()
+            self.channel_amax, self._first, self._counts = other.channel_amax.clone(), 0, other.histogram
         else:
             self.channel_amax = torch.maximum(self.channel_amax, other.channel_amax)
-            self.histogram = self.histogram + other.histogram
+            self._first, self._counts = 0, self.histogram + other.histogram
         self.tokens += other.tokens
         self.history += other.history
 
@@ -129,8 +135,9 @@ class Statistics:
         return scale_from_amax(torch.tensor(chosen), E4M3)
 
     def _mse_scale(self) -> Tensor:
-        seen = self.histogram.cpu().nonzero().flatten()
-        x, counts = _magnitudes(torch.device("cpu"))[seen], self.histogram.cpu()[seen].double()
+        histogram = self.histogram.cpu()
+        seen = histogram.nonzero().flatten()
+        x, counts = _magnitudes(torch.device("cpu"))[seen], histogram[seen].double()
         steps = torch.arange(5 * 8 + 1, dtype=torch.float64) / 8  # five octaves, each in eight steps
         grid = scale_from_amax((self.amax / 2**steps).float(), E4M3)
         errors = [(counts * (x - cast(x / s, E4M3).float() * s).double().square()).sum() for s in grid]
@@ -143,13 +150,14 @@ class Statistics:
     def to_tensors(self) -> dict[str, Tensor]:
         """The statistics as tensors on the CPU: tokens int64 [], channel_amax float32 [K], history float32 [batches],
         and the bins of the histogram from the first in use to the last, int64 [bins], with `first_bin` int64 []."""
-        used = self.histogram.cpu().nonzero().flatten()
+        histogram = self.histogram.cpu()
+        used = histogram.nonzero().flatten()
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, -1)
         return {
             "tokens": torch.tensor(self.tokens),
             "channel_amax": self.channel_amax.cpu(),
             "history": torch.tensor(self.history, dtype=torch.float32),
-            "histogram": self.histogram[first : last + 1].cpu(),
+            "histogram": histogram[first : last + 1].clone(),
             "first_bin": torch.tensor(first),
         }
 
@@ -157,7 +165,7 @@ class Statistics:
     def from_tensors(cls, site: str, tensors: Mapping[str, Tensor]) -> Self:
         """The inverse of `to_tensors`. A ValueError for missing, negative or infinite tensors, or other totals."""
         made = cls(site)
-        if missing := made.to_tensors().keys() - tensors.keys():
+        if missing := LEAVES - tensors.keys():
             raise ValueError(f"the statistics of {site} lack {', '.join(sorted(missing))}")
         made.tokens, first = int(tensors["tokens"]), int(tensors["first_bin"])
         made.channel_amax, counts = tensors["channel_amax"].clone(), tensors["histogram"]
@@ -167,7 +175,7 @@ class Statistics:
         sound = sound and bool(amax.isfinite().all() and (amax >= 0).all()) and total == made.tokens * len(amax)
         if not sound or (made.tokens and max(made.history, default=-1.0) != made.amax):
             raise ValueError(f"the statistics of {site} contradict themselves: the file is damaged, calibrate again")
-        made.histogram[first : first + len(counts)] = counts
+        made._first, made._counts = first, counts
         return made
 
 

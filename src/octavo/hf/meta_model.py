@@ -481,7 +481,9 @@ def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaMo
     for names in tied_names(meta_model.model).values():
         first, *others = [name for name in names if name in reader.specs] or names[:1]
         for name in others:
-            if not torch.equal(reader.get(first).float(), reader.get(name).float()):
+            one, other = reader.get(first), reader.get(name)
+            wide = torch.promote_types(one.dtype, other.dtype)
+            if not torch.equal(one.to(wide), other.to(wide)):
                 raise ArtifactError(untied(folder, first, name))
     if meta_model.experts.stacks:
         return ExpertReader(reader, meta_model.experts)

@@ -388,8 +388,9 @@ def _by_error(seen: Statistics) -> list[float]:
 
 def _histogram(seen: Statistics) -> tuple[Tensor, Tensor]:
     """The magnitudes that were seen, ascending, float32, and how often, float64."""
-    bits = seen.histogram.nonzero().flatten()
-    return bits.to(torch.int16).view(torch.bfloat16).float(), seen.histogram[bits].double()
+    histogram = seen.histogram
+    bits = histogram.nonzero().flatten()
+    return bits.to(torch.int16).view(torch.bfloat16).float(), histogram[bits].double()
 
 
 _RULES: dict[Any, Any] = {"amax": _by_amax, "percentile": _by_percentile, "mse": _by_error}
