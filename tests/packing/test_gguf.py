@@ -135,13 +135,15 @@ def fields(path):
 
 
 def test_what_gguf_reads(tmp_path):
-    report = export_gguf(write_model(tmp_path / "mine", "llama wide heads"), tmp_path / "model.gguf")
+    source = write_model(tmp_path / "mine", "llama wide heads")
+    (source / "README.md").write_text("---\ntags: [tiny]\nlicense: apache-2.0\n---\n# Mine\n")
+    report = export_gguf(source, tmp_path / "model.gguf")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     types = [tensor.tensor_type.name.lower() for tensor in reader.tensors]
     assert {kind: types.count(kind) for kind in types} == report.types == {"f16": 2, "q8_0": 14, "f32": 5}
     assert {tensor.name for tensor in reader.tensors} >= {"token_embd.weight", "output.weight", "blk.1.ffn_gate.weight"}
     values = fields(tmp_path / "model.gguf")
-    assert values["general.architecture"] == "llama"
+    assert (values["general.architecture"], values["general.license"]) == ("llama", "apache-2.0")
     assert values["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
     wanted = {
         "context_length": 64, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "vocab_size": 300,

@@ -68,9 +68,10 @@ def test_the_run_describes_no_weights_that_it_does_not_have(begin, source, tmp_p
     """A large model comes in several files, with an index of them."""
     transformers.AutoModelForCausalLM.from_pretrained(source).save_pretrained(source, max_shard_size="20KB")
     assert (source / "model.safetensors.index.json").is_file()
+    (source / "LICENSE").write_text("It goes with the weights.")
     begin(model=str(source), steps=3).run()
     described = sorted(path.name for path in (tmp_path / "run" / "model").iterdir())
-    assert described == ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert described == ["LICENSE", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
 def describe(source, **changes):

@@ -220,6 +220,11 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MODULES, CARD, TEMPLATES = "modules.json", "README.md", "additional_chat_templates"
 
 
+def describes(path: Path) -> bool:
+    """True for a file of a model's folder that holds no tensors and no index of them: settings, tokenizer, licence."""
+    return path.is_file() and bool(_DESCRIBES.search(path.name)) and not path.name.endswith(".index.json")
+
+
 def check_links(folder: Path) -> None:
     """Raise an ArtifactError if a file that describes a model, or one of its tensors, is a link out of `folder`.
 
@@ -260,8 +265,7 @@ def copy_description(source: Path, target: Path) -> None:
     module there has its tensors in a pickle."""
     check_links(source)
     for path in sorted(source.iterdir()):
-        described = _DESCRIBES.search(path.name) and not path.name.endswith(".index.json")
-        if path.is_file() and described and path.name not in _NOT_COPIED:
+        if describes(path) and path.name not in _NOT_COPIED:
             shutil.copyfile(path, target / path.name)
     for name in _modules(source):
         _copy_module(source / name, target / name)

@@ -15,6 +15,7 @@ In its architecture "qwen2" llama.cpp rotates halves too.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from octavo.architectures import ARCHITECTURES
 from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.folder import check_links, locked_folder, writing
+from octavo.checkpoint.folder import check_links, locked_folder, read_card, writing
 from octavo.hf.source import Source, open_source
 from octavo.util import Progress, import_extra, no_progress
 
@@ -194,6 +195,7 @@ def _metadata(model: _Model) -> dict[str, Any]:
     return {
         # transformers takes a Llama with the name "mistral" for an architecture of that name, which GGUF does not have.
         "general.name": name.capitalize() if name == "mistral" else name,
+        "general.license": _license(read_card(model.source.description)),
         "general.file_type": 7 if "q8_0" in model.types else 1,
         "general.quantization_version": 2,
         f"{arch}.vocab_size": model.vocabulary,
@@ -209,6 +211,12 @@ def _metadata(model: _Model) -> dict[str, Any]:
         f"{arch}.rope.dimension_count": model.head_width,
         f"{arch}.rope.freq_base": _rope(model.config)["rope_theta"],
     }
+
+
+def _license(card: str) -> str:
+    """The licence that the front matter of a model card names, such as "apache-2.0"; "" if it names none."""
+    found = re.match(r"---\n(?:(?!---).*\n)*?license: *['\"]?([^\s'\"]+)", card)
+    return found[1] if found else ""
 
 
 def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterable[Tensor]) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import BUILT_IN_MODELS, Actions, RunFolder, check_links, locked_folder, writing
+from octavo.checkpoint.folder import BUILT_IN_MODELS, Actions, RunFolder, check_links, describes, locked_folder, writing
 from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.data import DataError, ReadReport, absolute_source
@@ -403,8 +403,7 @@ def _describe(trainer: Trainer) -> None:
             return
         source = Path(config.model)
         for path in sorted(source.iterdir()):  # all but the weights, and what a packed folder says of them
-            described = path.suffix in (".json", ".model", ".txt", ".jinja")
-            if described and not path.name.endswith((".index.json", SIDE_FILE)):
+            if describes(path) and path.name != SIDE_FILE:
                 shutil.copy(path, run.model / path.name)
         if models.is_packed(source):
             write_config(run.model, {k: v for k, v in read_config(source).items() if k != "quantization_config"})
