@@ -54,7 +54,7 @@ FOLDERS = [
     *((name, {"scheme": "channel", "experts": True}) for name in MIXTURES),
     *((name, {"scheme": "tensor"}) for name in ("mistral", "opt", "gpt2")),
     ("gpt2", {"pow2": True}),
-    *((name, {"scheme": "static"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert")),
+    *((name, {"scheme": "static"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert", "laguna")),
     ("qwen2", {"scheme": "block"}),
     *((name, {"scheme": "block", "layout": "fp8"}) for name in FP8),
     *((name, {"scheme": "mx"}) for name in ("mistral", "qwen2", "qwen3", "opt", "bert", "gemma2", "vit")),

@@ -159,7 +159,9 @@ class Verification:
                 "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "
                 "folder that octavo pack --smooth or --rotate wrote"
             )
-        kept = scale_names(files, self.layers)
+        modules = {self.meta_model.file_name(name): name for name, _ in self.meta_model.model.named_modules()}
+        # A calibration has the names of the model.
+        kept = {name: modules.get(of, of) for name, of in scale_names(files, self.layers).items()}
         if kept and self.calibration is not None:
             check_scales(files, kept, self.calibration)
         elif kept:
@@ -320,7 +322,7 @@ _FACTOR = 4.0  # between calibrations on other text, by other rules
 
 
 def scale_names(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> dict[str, str]:
-    """The names of the stored scales, each with the name that its tensor has in a calibration."""
+    """The names of the stored scales, each with that of its linear layer in files, or of keys and values."""
     inputs = {f"{name}.{spec.input_scale}": name for name, spec in layers.items() if spec.inputs == "static"}
     pairs = layer_spec.cache_names(files)
     cached = {name: f"{of}.{kind}" for of, pair in pairs.items() for name, kind in zip(pair, "kv", strict=True)}
