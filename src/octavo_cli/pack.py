@@ -122,6 +122,8 @@ def pack_command(
         experts=experts,
         tensor_parallel=numbers("--tensor-parallel", tensor_parallel),
     )
+    if not (kv_cache or experts or freeze) and "static" not in (scheme, *options.layers.values()):
+        refuse_unused(command, ["--calibration"], "--scheme static or --kv-cache")
     kept = None
     if budget and freeze is not None:
         raise ValueError("--budget and --freeze both run the model on --data: give one of them")

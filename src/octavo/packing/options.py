@@ -305,8 +305,8 @@ def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source:
         if scheme.static and (options.calibration is None or options.input_scales is not None):
             raise ValueError(
                 f"{name}: the scheme {scheme.name} stores scales of inputs, and those of experts come from a "
-                "calibration alone: give --calibration, made by octavo calibrate, or pack experts by channel "
-                "(--layer '*.experts.*=channel')"
+                "calibration alone: give --calibration, made by octavo calibrate, in place of --freeze, or pack "
+                "experts by channel (--layer '*.experts.*=channel')"
             )
         if scheme.integers:
             raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
