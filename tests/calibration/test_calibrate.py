@@ -433,13 +433,10 @@ def test_a_mixture_with_a_shared_expert(tmp_path, data):
         pack(run, tmp_path / "none", experts=True, layers={"*.experts.*": "static"})
 
 
-def test_a_warm_up_refuses_experts_before_the_model_runs(mixture, tmp_path, monkeypatch, data):
-    monkeypatch.setattr("octavo.packing.repacking._warm_up", lambda *_: pytest.fail("the model ran"))
-    with pytest.raises(ValueError, match=r"those of experts come from a calibration alone: .*in place of --freeze"):
-        pack_frozen(mixture[0], tmp_path / "out", data, PackOptions(experts=True))
-
-
-def test_a_warm_up_leaves_experts_to_another_scheme(mixture, tmp_path, data):
+def test_a_warm_up_leaves_experts_to_another_scheme(mixture, tmp_path, data, monkeypatch):
     options = PackOptions(experts=True, layers={"*.experts.*": "channel"})
     report = pack_frozen(mixture[0], tmp_path / "out", data, options, prompts=FEW)
     assert set(report.packed.values()) == {"static", "channel"}
+    monkeypatch.setattr("octavo.packing.repacking._warm_up", lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match=r"those of experts come from a calibration alone: .*in place of --freeze"):
+        pack_frozen(mixture[0], tmp_path / "other", data, PackOptions(experts=True))

@@ -341,13 +341,10 @@ def test_each_prompt_of_a_batch_has_the_tokens_of_transformers(name, count):
         assert list(row) == required[0, len(prompt) :].tolist()
 
 
-def test_a_text_goes_on_past_the_context():
+def test_a_text_goes_on_past_the_context_and_kernels_are_compiled(monkeypatch):
     engine = Engine(gemma2(), context=8, own_cache=True)
     assert len(list(engine.generate([[1, 2, 3]], 30, GREEDY))) == 30
     engine.warm_up(2, 5)
-
-
-def test_warm_up_where_kernels_can_be_compiled(monkeypatch):
     monkeypatch.setattr("octavo.inference.engine.has_kernels", lambda device: True)
     open_engine(gemma2(), context=64, tokens=9).warm_up(2, 5)
 

@@ -211,7 +211,7 @@ REFUSED = {
     "pack fp8 fp8/step-00000004/out": "would lie in a checkpoint of the run .*fp8, which removes",
     "pack fp8 fp8/step-00000004/a.gguf --layout gguf --no-tokenizer": "would lie in a checkpoint of the run .*fp8",
     "pack bf16 out --rotate --seed -1": r"seed must be an integer from 0 to 2\^63 - 1; got -1",
-    "pack bf16 out --calibration text.txt": "is for --scheme static or --kv-cache, .*add it, or leave --calibration out",
+    "pack bf16 out --calibration text.txt": "is for --scheme static or --kv-cache, which is not given",
     "pack bf16 out --kv-cache fp8 --calibration packed": "is missing: give a folder that octavo calibrate wrote",
     "pack bf16 out --data text.txt": "--data is for --budget or --freeze.*leave --data out",
     "pack bf16 out --freeze 4 --data text.txt --samples 8": "--samples is for --budget,",

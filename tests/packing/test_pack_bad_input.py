@@ -20,8 +20,6 @@ from octavo.ops import quantize
 from octavo.packing import PackOptions, pack
 from octavo.packing.options import check_degrees, check_reasons
 
-NORM = "model.norm.weight"
-
 
 def test_layers_that_are_stored_transposed_are_refused(tmp_path):
     sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 16}
@@ -93,13 +91,13 @@ def test_sources_that_cannot_be_packed(made, tmp_path):
     (tmp_path / "adapted" / "adapter_config.json").write_text("{}")
     embedding = "model.embed_tokens.weight"
     change_tensors(tmp_path / "untied", lambda t: t.update({"lm_head.weight": 2 * t[embedding]}))
-    change_tensors(tmp_path / "large", lambda t: t.update({NORM: torch.full((128,), 3.4e38)}))
+    change_tensors(tmp_path / "large", lambda t: t.update({"model.norm.weight": torch.full((128,), 3.4e38)}))
     change_tensors(tmp_path / "old", lambda t: t.update({"embed_out.weight": t.pop("lm_head.weight")}))
     change_settings(tmp_path / "other" / "config.json", intermediate_size=384)
     for name, message in (
         ("other", "is not of the model that its config.json describes.*must have shape"),
         ("adapted", r"adapters beside its model \(adapter_config.json\).*merge them"),
-        ("large", f"{NORM} has numbers beyond the range of torch.bfloat16, in which .*: make them smaller"),
+        ("large", "model.norm.weight has numbers beyond the range of torch.bfloat16, in which .*: make them smaller"),
         ("untied", "holds model.embed_tokens.weight and lm_head.weight, which differ.*set tie_word_embeddings"),
         ("old", r"lacks lm_head.weight \(1 in all\), and has embed_out.weight.*with the new names"),
     ):

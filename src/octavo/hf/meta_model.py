@@ -342,10 +342,8 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
             )
         usual = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(described), type(model))
         if is_language_model(model) and type(described) is not model.config_class and not isinstance(model, usual):
-            raise ArtifactError(
-                f"{where} has model_type {kind!r}, whose class is {usual.__name__}, and architectures "
-                f"{described.architectures}: programs follow one or the other, mend the wrong one"
-            )
+            said = f"model_type {kind!r} stands for {usual.__name__}, and architectures has {type(model).__name__}"
+            raise ArtifactError(f"{where}: {said}: programs follow one or the other, mend the wrong one")
         return MetaModel(model.eval(), config, stated_positions(model), ExpertFiles(model))
 
 
@@ -493,10 +491,8 @@ def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaMo
 
 def untied(folder: Path, first: str, other: str) -> str:
     """The message for two tensors of files that are one in the model: transformers takes both of them."""
-    return (
-        f"{folder} holds {first} and {other}, which differ, and its config.json ties them: set tie_word_embeddings to "
-        "false there, as transformers takes them for two, or remove one of the tensors"
-    )
+    differ = f"{folder} holds {first} and {other}, which differ, and its config.json ties them"
+    return f"{differ}: set tie_word_embeddings to false there, or remove one of the tensors"
 
 
 def check_unpacked(reader: ShardReader) -> None:

@@ -193,10 +193,8 @@ def write_model(
             digest.update(files.bytes_of(tensor.contiguous()))
             for new, changed in change(name, tensor).items():
                 if changed.dtype in files.WIDE and not is_finite(changed):
-                    raise ArtifactError(
-                        f"{source.origin}: {name} has numbers beyond the range of {changed.dtype}, in which {new} is "
-                        "written: make them smaller, or with --smooth or --rotate give --scheme fp32"
-                    )
+                    said = f"{name} has numbers beyond the range of {changed.dtype}, in which {new} is written"
+                    raise ArtifactError(f"{source.origin}: {said}: make them smaller, or fold with --scheme fp32")
                 yield new, changed
             progress(done, len(source.specs), doing)
 

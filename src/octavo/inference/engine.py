@@ -18,19 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.inference import session as sessions
 from octavo.inference.kv_cache import Pairs, UnservedError, check_settings, sliding_window
 from octavo.inference.sampling import Sampling
-from octavo.inference.session import (
-    Prompts,
-    Session,
-    capacity_for,
-    check_memory,
-    free_bytes,
-    key_dtype,
-    key_shape,
-    make_forward,
-    pad_prompts,
-)
+from octavo.inference.session import Prompts, Session, free_bytes
 from octavo.models.decoder import Decoder
 from octavo.nn.module_tools import watched
 from octavo.ops import fp8_attention_limit, index_of_largest
@@ -210,7 +201,7 @@ class Engine:
             MemoryError: the cache does not fit on the device.
             RuntimeError: this thread generates from the model already.
         """
-        batch = pad_prompts(prompts, self.device)
+        batch = sessions.pad_prompts(prompts, self.device)
         self.check_length(batch.ids.shape[1], 1)
         return self._generate(batch, count, sampling, stop)
 
@@ -242,7 +233,7 @@ class Engine:
         """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch with room for
         `new` more, as a first call would. A call that needs more room than that may capture again."""
         length = max(1, min(tokens, self.limit - 3))
-        prompts, room = pad_prompts([[0] * length] * batch, self.device), min(new, self.limit + 1 - length)
+        prompts, room = sessions.pad_prompts([[0] * length] * batch, self.device), min(new, self.limit + 1 - length)
         if has_kernels(self.device) and not self.own_cache:
             self._compile(prompts, room)
         with closing(self.run(prompts, room, lambda _, logits: index_of_largest(logits), None, watched=False)) as steps:
@@ -296,14 +287,15 @@ class Engine:
         return session
 
     def _new_session(self, batch: int, tokens: int) -> Session:
-        capacity, shape, device = capacity_for(tokens, self.limit), key_shape(self.model, self.dtype), self.device
+        capacity, device = sessions.capacity_for(tokens, self.limit), self.device
+        shape = sessions.key_shape(self.model, self.dtype)
         needed = shape.nbytes(batch * capacity)
         while self.sessions and needed > free_bytes(device):
             self.sessions.pop(0)
         if needed > free_bytes(device):
             capacity = tokens
-        check_memory(shape, batch, capacity, free_bytes(device))
-        forward = make_forward(self.model, capacity, self.dtype, self.scales)
+        sessions.check_memory(shape, batch, capacity, free_bytes(device))
+        forward = sessions.make_forward(self.model, capacity, self.dtype, self.scales)
         if self.fp8_attention:
             if limit := fp8_attention_limit(device, shape.head_dim):
                 warnings.warn(f"the attention of prompts runs in BF16: {limit}", stacklevel=2)
@@ -312,7 +304,7 @@ class Engine:
 
     def _refresh(self) -> None:
         """Drop the sessions, with their graphs, of a model that has changed. One with hooks runs eagerly."""
-        parts = [self.device, key_dtype(self.model), *parts_of(self.model)]
+        parts = [self.device, sessions.key_dtype(self.model), *parts_of(self.model)]
         if parts != self.parts:
             self.parts = parts
             self.hooked = any(watched(module) for module in self.model.modules())
@@ -346,7 +338,7 @@ def open_engine(model: Any, *, context: int, tokens: int, **settings: Any) -> En
     """
     engine = Engine(model, context=context, **settings)
     try:
-        make_forward(model, 1, engine.dtype, engine.scales)
+        sessions.make_forward(model, 1, engine.dtype, engine.scales)
         served = engine.asked or engine.limit >= min(context, tokens)
     except UnservedError as error:
         if engine.asked:

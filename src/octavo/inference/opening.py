@@ -14,24 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.checkpoint import scheme as schemes
 from octavo.checkpoint.files import RECORD, ArtifactError, ShardReader, model_tensors, read_json
 from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing, read_config, read_packing
-from octavo.checkpoint.scheme import (
-    INPUT_SCALE_NAME,
-    SCALE_NAME,
-    WEIGHT_DTYPES,
-    KvScales,
-    Scheme,
-    check_scale,
-    check_tensors,
-    find_gemm,
-    kv_pairs,
-    kv_tensors,
-    reciprocal_warning,
-    scheme_on,
-    suspected,
-    unused_scales,
-)
+from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, WEIGHT_DTYPES, KvScales, Scheme
 from octavo.hf import meta_model as models
 from octavo.hf.meta_model import MetaModel, is_language_model, read_meta_model, transformers_meta_model
 from octavo.hf.source import open_source
@@ -131,21 +117,21 @@ def fill(
     _check_scales(model, folder)
     use_formats_of(model, device)
     if is_gpu(device):  # a CPU emulates every scheme
-        schemes = Counter(scheme_on(packing.schemes[name], device) for name in disks if name in packing.schemes)
-        weight_only, widened = gemm_notes(schemes, device)
-        for note in filter(None, (weight_only, slower_note(schemes, device) or widened, experts.slower_note())):
+        chosen = Counter(schemes.scheme_on(packing.schemes[name], device) for name in disks if name in packing.schemes)
+        weight_only, widened = gemm_notes(chosen, device)
+        for note in filter(None, (weight_only, slower_note(chosen, device) or widened, experts.slower_note())):
             warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)
     return model, pairs_in_order(kv_scales) if kv_scales else None
 
 
-def gemm_notes(schemes: Counter[Scheme], device: torch.device) -> tuple[str, str]:
+def gemm_notes(chosen: Counter[Scheme], device: torch.device) -> tuple[str, str]:
     """The packed layers that run weight-only on `device` although their scheme casts inputs, counted by scheme, with
     the reason. Then the layers whose operands are widened at a large M, slower than BF16. "" for none."""
     weight_only, widened = [], []
-    for scheme, count in schemes.items():
-        cast, backend = find_gemm(scheme, device)
+    for scheme, count in chosen.items():
+        cast, backend = schemes.find_gemm(scheme, device)
         layers = f"{plural(count, 'layer')} of the scheme {scheme.name}"
         if scheme.inputs is not None and cast is None:
             weight_only.append(f"{layers} ({backend.reason})")
@@ -175,7 +161,7 @@ def _filled(
     for name in (*kept, *experts.wide):  # `check_tensors` names a weight or a scale that is missing
         weight, scale = (tensors.get(f"{name}.{leaf}") for leaf in ("weight", SCALE_NAME))
         if weight is not None and scale is not None and name in packing.schemes:
-            check_scale(f"{name}.{SCALE_NAME}", scale, folder)
+            schemes.check_scale(f"{name}.{SCALE_NAME}", scale, folder)
             for leaf in (SCALE_NAME, INPUT_SCALE_NAME):
                 tensors.pop(f"{name}.{leaf}", None)
             tensors[f"{name}.weight"] = packing.schemes[name].packed_weight(weight, scale).dequantize(UNQUANTIZED_DTYPE)
@@ -186,12 +172,12 @@ def _filled(
             stacklevel=3,
         )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
-    cache, unpacked = kv_tensors(disks, packing.kv_cache), files.split(others)
+    cache, unpacked = schemes.kv_tensors(disks, packing.kv_cache), files.split(others)
     for name, tensor in tensors.items():
         if name in unpacked and {tensor.dtype, unpacked[name].dtype} <= {*FLOATS}:  # others write float16 and float32
             tensors[name] = tensor.to(unpacked[name].dtype)
-    check_tensors(tensors, unpacked | experts.required | cache, folder)
-    kv_scales = kv_pairs(tensors, cache)
+    schemes.check_tensors(tensors, unpacked | experts.required | cache, folder)
+    kv_scales = schemes.kv_pairs(tensors, cache)
     tensors = {name: t for name, t in tensors.items() if name not in cache}
     stacks = experts.stack(tensors)
     get, names = files.by_model_names(tensors.__getitem__, tensors)
@@ -201,7 +187,7 @@ def _filled(
 def _read_tensors(packing: Packing, reader: ShardReader, device: torch.device) -> dict[str, Tensor]:
     """Every tensor that is read, on `device`, by its name in the files, with scales as `PackedLinear` holds them."""
     tensors = packing.from_files(reader.get_all(device))
-    unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
+    unused = schemes.unused_scales(tensors, tensors.__getitem__, reader.folder)
     for name in unused:
         del tensors[name]
     if unused:
@@ -217,8 +203,8 @@ def _check_scales(model: nn.Module, folder: Path) -> None:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
     weights = {name: layer.scheme.packed_weight(layer.weight, layer.weight_scale) for name, layer in layers.items()}
     scales = ((name, weight.scale) for name, weight in weights.items())
-    if names := suspected(scales, lambda name: weights[name].dequantize()):
-        warnings.warn(f"{folder}: {reciprocal_warning(names, len(layers))}", stacklevel=2)
+    if names := schemes.suspected(scales, lambda name: weights[name].dequantize()):
+        warnings.warn(f"{folder}: {schemes.reciprocal_warning(names, len(layers))}", stacklevel=2)
 
 
 def end_tokens(folder: str | Path) -> frozenset[int]:
@@ -237,9 +223,9 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
 
 def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, Scheme]:
     linears = {name: m for name, m in meta_model.model.named_modules() if isinstance(m, nn.Linear)}
-    schemes = {name: packing.schemes.get(meta_model.file_name(name)) for name in linears}
+    chosen = {name: packing.schemes.get(meta_model.file_name(name)) for name in linears}
     wide = meta_model.kept_wide(linears)
-    packed = {name: scheme for name, scheme in schemes.items() if scheme is not None and name not in wide}
+    packed = {name: scheme for name, scheme in chosen.items() if scheme is not None and name not in wide}
     for name, scheme in packed.items():
         if reason := scheme.unreadable(linears[name].out_features, linears[name].in_features):
             raise ArtifactError(f"{where}: {name}.weight: {reason}")
@@ -292,10 +278,10 @@ class ExpertLoading:
         self._parts = self._files.stacks
         self._stacks: dict[str, Scheme] = {}  # of those in FP8, by their names in the model
         self.required: dict[str, Tensor] = {}
-        schemes = {name: packing.schemes[name] for name in names if name in packing.schemes}
+        chosen = {name: packing.schemes[name] for name in names if name in packing.schemes}
         weight_only: list[str] = []  # the modules whose inputs are not quantized although their schemes do so
-        modules = find_experts(self._model) if schemes else ()
-        reasons = [reason for name in modules for reason in self._swap(name, schemes, weight_only)]
+        modules = find_experts(self._model) if chosen else ()
+        reasons = [reason for name in modules for reason in self._swap(name, chosen, weight_only)]
         if weight_only:
             warnings.warn(
                 f"{weight_only[0]} ({plural(len(weight_only), 'such layer')}) computes with inputs that are not "
@@ -311,15 +297,15 @@ class ExpertLoading:
                 stacklevel=3,
             )
 
-    def _swap(self, name: str, schemes: Mapping[str, Scheme], weight_only: list[str]) -> list[str]:
+    def _swap(self, name: str, chosen: Mapping[str, Scheme], weight_only: list[str]) -> list[str]:
         """Replace a module of experts that runs in FP8; else return why it does not."""
         module = self._model.get_submodule(name)
         stacks: dict[str, Any] = {f"{name}.{leaf}": getattr(module, leaf, None) for leaf in Experts.matrices}
-        if reasons := [reason for stack, weight in stacks.items() if (reason := self._reason(stack, weight, schemes))]:
+        if reasons := [reason for stack, weight in stacks.items() if (reason := self._reason(stack, weight, chosen))]:
             return reasons
         layers = []
         for stack, weight in stacks.items():
-            scheme = self._stacks[stack] = schemes[self._parts[stack][0]]
+            scheme = self._stacks[stack] = chosen[self._parts[stack][0]]
             tensors = scheme.tensors(self._rows(stack, weight), weight.shape[2])
             self.required |= {f"{part}.{leaf}": t for part in self._parts[stack] for leaf, t in tensors.items()}
             layers.append(PackedGroupedLinear(weight, scheme))
@@ -328,10 +314,10 @@ class ExpertLoading:
         self._model.set_submodule(name, PackedExperts(*layers))
         return []
 
-    def _reason(self, stack: str, weight: Any, schemes: Mapping[str, Scheme]) -> str:
+    def _reason(self, stack: str, weight: Any, chosen: Mapping[str, Scheme]) -> str:
         parts = self._parts.get(stack, [])
-        found = {schemes[name].name: schemes[name] for name in parts if name in schemes}
-        if not found or any(name not in schemes for name in parts):
+        found = {chosen[name].name: chosen[name] for name in parts if name in chosen}
+        if not found or any(name not in chosen for name in parts):
             return "other matrices of its stack are in BF16"
         if len(found) > 1:
             return f"the matrices of its stack have several schemes ({', '.join(found)})"

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo import ops
 from octavo.checkpoint.layouts import EXPERT_DTYPE
 from octavo.checkpoint.scheme import CHANNEL, Scheme, input_cast
 from octavo.inference.packed_linear import PackedModule, wants_gradient
@@ -21,17 +22,7 @@ from octavo.nn.experts import check_routing, plain_experts, rows_of
 from octavo.nn.linear import compute_dtype
 from octavo.nn.module_tools import differentiable_once
 from octavo.numerics import ROW, TENSOR, Cast, QTensor
-from octavo.ops import (
-    activation_quantize,
-    combine,
-    find_grouped_backend,
-    group_of_rows,
-    grouped_mm,
-    grouped_weight_only_mm,
-    quantize,
-    requantize,
-    sort_by_expert,
-)
+from octavo.ops import find_grouped_backend
 from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.recipe import ROW_X
 
@@ -72,16 +63,17 @@ class PackedGroupedLinear(PackedModule):
         """y [M, N] of x [M, K] in the dtype of x; `offsets` int32 [E]: where each group of rows ends."""
         cast = self.input_cast
         if cast is None:
-            return grouped_weight_only_mm(x, self._packed(self.weight, self.weight_scale), offsets)  # [M_e,K] @ [N,K]^T
+            w = self._packed(self.weight, self.weight_scale)
+            return ops.grouped_weight_only_mm(x, w, offsets)  # [M_e,K] @ [N,K]^T
         if self.input_scale is None:
-            return self.product(quantize(x, cast), offsets, x.dtype)
-        expert = group_of_rows(offsets, len(x)).clamp(max=len(offsets) - 1)
-        return self.product(requantize([x], self.input_scale[expert].unsqueeze(1), ROW_X), offsets, x.dtype)
+            return self.product(ops.quantize(x, cast), offsets, x.dtype)
+        expert = ops.group_of_rows(offsets, len(x)).clamp(max=len(offsets) - 1)
+        return self.product(ops.requantize([x], self.input_scale[expert].unsqueeze(1), ROW_X), offsets, x.dtype)
 
     def product(self, x_q: QTensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         """y [M, N] of the quantized input [M, K]."""
         w_q = self._packed(self.weight, self.weight_scale)
-        return grouped_mm(x_q, w_q, offsets, out_dtype=dtype, fast_accumulation=True)  # [M_e,K] @ [N,K]^T
+        return ops.grouped_mm(x_q, w_q, offsets, out_dtype=dtype, fast_accumulation=True)  # [M_e,K] @ [N,K]^T
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrices [E, N, K] as numbers."""
@@ -137,20 +129,20 @@ class PackedExperts(nn.Module):
         return _FrozenExperts.apply(x, weight, top_k_index, self)  # type: ignore[no-untyped-call]
 
     def compute(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        rows, dtype = sort_by_expert(index, len(self.down_proj.weight)), compute_dtype(x)
+        rows, dtype = ops.sort_by_expert(index, len(self.down_proj.weight)), compute_dtype(x)
         inner, token = self.gate_up_proj, rows.slot // rows.row.shape[1]
         if inner.scheme.static or (cast := inner.input_cast) is None:
             u = inner(x.to(dtype)[token], rows.offsets)  # [M,2F]
         else:  # a token has the same bytes for all its experts
-            x_q = quantize(x if inner.by_row else x.to(dtype), cast)
+            x_q = ops.quantize(x if inner.by_row else x.to(dtype), cast)
             u = inner.product(rows_of(x_q, token), rows.offsets, dtype)
         if self.down_proj.by_row:
-            h_q = activation_quantize(u, "swiglu", ROW_X)
+            h_q = ops.activation_quantize(u, "swiglu", ROW_X)
             y = self.down_proj.product(h_q, rows.offsets, u.dtype)
         else:
             gate, up = u.chunk(2, 1)
             y = self.down_proj(F.silu(gate) * up, rows.offsets)
-        return combine(y, rows.row, weight.float())
+        return ops.combine(y, rows.row, weight.float())
 
 
 class _FrozenExperts(torch.autograd.Function):
@@ -170,6 +162,6 @@ class _FrozenExperts(torch.autograd.Function):
         leaves = [t.detach().requires_grad_() for t in (x, weight)]
         w_in, w_out = (m.dequantize(dout.dtype) for m in (experts.gate_up_proj, experts.down_proj))
         with torch.enable_grad():
-            out = plain_experts(leaves[0].to(dout.dtype), leaves[1], sort_by_expert(index, len(w_out)), w_in, w_out)
+            out = plain_experts(leaves[0].to(dout.dtype), leaves[1], ops.sort_by_expert(index, len(w_out)), w_in, w_out)
         dx, dweight = torch.autograd.grad(out, leaves, dout)
         return dx, dweight, None, None

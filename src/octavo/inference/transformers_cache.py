@@ -25,18 +25,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from octavo.calibration.calibrator import Calibration
-from octavo.inference.kv_cache import (
-    DTYPES,
-    Appended,
-    LayerKVCache,
-    ModelKVCache,
-    Pairs,
-    Scales,
-    UnservedError,
-    pairs_in_order,
-    prompt_attention,
-    sliding_window,
-)
+from octavo.inference import kv_cache as caches
+from octavo.inference.kv_cache import DTYPES, Appended, LayerKVCache, ModelKVCache, Pairs, Scales, UnservedError
 from octavo.inference.packed_linear import ServedAttention
 from octavo.numerics.formats import LARGEST
 from octavo.numerics.scaling import SMALLEST_SCALE
@@ -125,7 +115,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         _check_model(text, max_tokens)
         register_attention()
         self.config = text
-        layers, pairs, freezes = text.num_hidden_layers, pairs_in_order(scales), warm_up == "prompt"
+        layers, pairs, freezes = text.num_hidden_layers, caches.pairs_in_order(scales), warm_up == "prompt"
         self.model_cache = ModelKVCache(
             layers, max_tokens, dtype, scales=pairs, per=per, margin=margin, freezes=freezes
         )
@@ -196,7 +186,7 @@ def _check_model(config: Any, max_tokens: int) -> None:
         raise UnservedError(
             f"QuantizedKVCache serves attention over all tokens; the model has layers of the kind {sorted(other)}"
         )
-    window = sliding_window(config)
+    window = caches.sliding_window(config)
     if window is not None and max_tokens > window:
         raise UnservedError(
             f"the model attends to a sliding window of {window} tokens, this cache to all of its {max_tokens}: use "
@@ -237,7 +227,7 @@ def _attention(
     if isinstance(key, Appended):
         y = key.attend(query, first, scale)
     elif key.shape[2] == query.shape[2]:  # no cache
-        y = prompt_attention(query, key, value, first=first, scale=scale)
+        y = caches.prompt_attention(query, key, value, first=first, scale=scale)
     else:  # another cache
         length = torch.full((), key.shape[2], dtype=torch.int64, device=key.device)
         y = cached_attention(query, key.contiguous(), value.contiguous(), None, None, length, first=first, scale=scale)

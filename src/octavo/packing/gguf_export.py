@@ -192,10 +192,11 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
 
 def _metadata(model: _Model) -> dict[str, Any]:
     arch, name = model.architecture, model.source.origin.name
+    named = re.match(r"---\n(?:(?!---).*\n)*?license: *([\w.-]+)", read_card(model.source.description))
     return {
         # transformers takes a Llama with the name "mistral" for an architecture of that name, which GGUF does not have.
         "general.name": name.capitalize() if name == "mistral" else name,
-        "general.license": _license(read_card(model.source.description)),
+        "general.license": named[1] if named else "",
         "general.file_type": 7 if "q8_0" in model.types else 1,
         "general.quantization_version": 2,
         f"{arch}.vocab_size": model.vocabulary,
@@ -211,12 +212,6 @@ def _metadata(model: _Model) -> dict[str, Any]:
         f"{arch}.rope.dimension_count": model.head_width,
         f"{arch}.rope.freq_base": _rope(model.config)["rope_theta"],
     }
-
-
-def _license(card: str) -> str:
-    """The licence that the front matter of a model card names, such as "apache-2.0"; "" if it names none."""
-    found = re.match(r"---\n(?:(?!---).*\n)*?license: *['\"]?([^\s'\"]+)", card)
-    return found[1] if found else ""
 
 
 def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterable[Tensor]) -> int:
