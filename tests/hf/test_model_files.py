@@ -96,10 +96,13 @@ def test_a_choice_of_code_is_neither_followed_nor_passed_on(folder, tmp_path, ke
         assert key not in json.loads((tmp_path / made / "config.json").read_text())
 
 
-def test_transformers_itself_and_training_are_given_no_choice(folder, made, tmp_path):
+def test_transformers_itself_is_given_no_choice(folder, made):
     model = folder("llama", "_attn_implementation", scheme="channel")
     readers = {reader.name: reader.outcome for reader in verify(model, made("llama")).readers}
     assert readers["transformers"] == "agrees"
+
+
+def test_training_is_given_no_choice(folder, tmp_path):
     config = Config(model=str(folder("llama", "_attn_implementation")), context=8)
     described, model = (open_language_model(config, tmp_path / "new", device) for device in (META, CPU))
     assert (described.config._attn_implementation, model.config._attn_implementation) == ("sdpa", "sdpa")

@@ -282,7 +282,7 @@ def promote(run, *promotions):
     (run / "actions.json").write_text(json.dumps({"promotions": promotions, "rollbacks": []}))
 
 
-def test_they_stay_in_bf16_with_those_that_readers_fuse_with_them(run, tmp_path):
+def test_they_stay_in_bf16_with_those_that_readers_fuse_with_them_unless_they_are_named(run, tmp_path):
     later, narrow = promotion(f"{MLP}.up_proj", step=8), promotion(f"{ATTENTION}.o_proj", to="e5m2")
     promote(run, promotion(DOWN), promotion(f"{ATTENTION}.k_proj", step=7), later, narrow)
     report = pack(run, tmp_path / "packed")
@@ -297,10 +297,6 @@ def test_they_stay_in_bf16_with_those_that_readers_fuse_with_them(run, tmp_path)
     assert len(report.packed) == 14 - len(expected)
     ignored = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]["ignore"]
     assert expected.keys() <= set(ignored)
-
-
-def test_a_layer_that_is_named_is_packed(run, tmp_path):
-    promote(run, promotion(DOWN))
     assert pack(run, tmp_path / "asked", layers={DOWN: "channel"}).packed[DOWN] == "channel"
 
 

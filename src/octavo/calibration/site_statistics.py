@@ -135,9 +135,8 @@ class Statistics:
         return scale_from_amax(torch.tensor(chosen), E4M3)
 
     def _mse_scale(self) -> Tensor:
-        histogram = self.histogram.cpu()
-        seen = histogram.nonzero().flatten()
-        x, counts = _magnitudes(torch.device("cpu"))[seen], histogram[seen].double()
+        seen = self.histogram.cpu().nonzero().flatten()
+        x, counts = _magnitudes(torch.device("cpu"))[seen], self.histogram.cpu()[seen].double()
         steps = torch.arange(5 * 8 + 1, dtype=torch.float64) / 8  # five octaves, each in eight steps
         grid = scale_from_amax((self.amax / 2**steps).float(), E4M3)
         errors = [(counts * (x - cast(x / s, E4M3).float() * s).double().square()).sum() for s in grid]
@@ -150,14 +149,13 @@ class Statistics:
     def to_tensors(self) -> dict[str, Tensor]:
         """The statistics as tensors on the CPU: tokens int64 [], channel_amax float32 [K], history float32 [batches],
         and the bins of the histogram from the first in use to the last, int64 [bins], with `first_bin` int64 []."""
-        histogram = self.histogram.cpu()
-        used = histogram.nonzero().flatten()
+        used = self.histogram.cpu().nonzero().flatten()
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, -1)
         return {
             "tokens": torch.tensor(self.tokens),
             "channel_amax": self.channel_amax.cpu(),
             "history": torch.tensor(self.history, dtype=torch.float32),
-            "histogram": histogram[first : last + 1].clone(),
+            "histogram": self.histogram.cpu()[first : last + 1].clone(),
             "first_bin": torch.tensor(first),
         }
 

@@ -134,6 +134,9 @@ def convert_layout(
 
 def _open(folder: Path) -> PackedTensors:
     packed = PackedTensors(folder)
+    of_layers = [name for name in packed.others if name.rpartition(".")[0] in packed.packing.schemes]
+    if unknown := [name for name in of_layers if not name.endswith(".bias")]:
+        raise ArtifactError(f"{folder}: {unknown[0]} of a packed layer is not known: pack the model in BF16 instead")
     if lost := _lost(packed):
         raise ArtifactError(f"{folder}: tensor {lost[0]} is missing ({len(lost)} in all); {schemes.ADVICE}")
     if suspects := packed.suspects():

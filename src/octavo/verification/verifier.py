@@ -159,9 +159,8 @@ class Verification:
                 "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "
                 "folder that octavo pack --smooth or --rotate wrote"
             )
-        modules = {self.meta_model.file_name(name): name for name, _ in self.meta_model.model.named_modules()}
-        # A calibration has the names of the model.
-        kept = {name: modules.get(of, of) for name, of in scale_names(files, self.layers).items()}
+        in_model = {self.meta_model.file_name(name): name for name, _ in self.meta_model.model.named_modules()}
+        kept = {name: in_model.get(of, of) for name, of in scale_names(files, self.layers).items()}
         if kept and self.calibration is not None:
             check_scales(files, kept, self.calibration)
         elif kept:
@@ -390,9 +389,8 @@ def _by_error(seen: Statistics) -> list[float]:
 
 def _histogram(seen: Statistics) -> tuple[Tensor, Tensor]:
     """The magnitudes that were seen, ascending, float32, and how often, float64."""
-    histogram = seen.histogram
-    bits = histogram.nonzero().flatten()
-    return bits.to(torch.int16).view(torch.bfloat16).float(), histogram[bits].double()
+    bits = seen.histogram.nonzero().flatten()
+    return bits.to(torch.int16).view(torch.bfloat16).float(), seen.histogram[bits].double()
 
 
 _RULES: dict[Any, Any] = {"amax": _by_amax, "percentile": _by_percentile, "mse": _by_error}
