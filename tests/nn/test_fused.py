@@ -25,8 +25,9 @@ from octavo.recipe import rowwise
         (torch.float32, False, oracle.FLOAT32_DB),
         (torch.bfloat16, False, oracle.BFLOAT16_DB),
         (torch.float32, True, oracle.AUTOCAST_DB),
+        (torch.float16, True, oracle.BFLOAT16_DB),
     ],
-    ids=["fp32", "bf16", "autocast"],
+    ids=["fp32", "bf16", "autocast", "autocast fp16"],
 )
 @pytest.mark.parametrize(
     ("norm", "size", "bias", "with_residual"),

@@ -364,11 +364,13 @@ class Stack:
 
     def bias(self) -> Tensor | None:
         """The biases [sum of N_i] as one, zeros where a layer has none; None where no layer has one."""
-        given = next((bias for bias in self.biases if bias is not None), None)
-        if given is None or len(self.biases) == 1:
-            return given
-        pairs = zip(self.weights, self.biases, strict=True)
-        return torch.cat([given.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
+        given = [bias for bias in self.biases if bias is not None]
+        if not given or len(self.biases) == 1:
+            return given[0] if given else None
+        sizes = [w.shape[0] for w in self.weights]
+        widest = max(given, key=lambda bias: bias.dtype.itemsize)
+        parts = [widest.new_zeros(n) if b is None else b for n, b in zip(sizes, self.biases, strict=True)]
+        return torch.cat(parts, out=widest.new_empty(sum(sizes)))  # without `out`, autocast in BF16 refuses FP16
 
     @property
     def bias_dtypes(self) -> BiasDtypes:
