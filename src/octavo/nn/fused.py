@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -368,9 +369,9 @@ class Stack:
         if not given or len(self.biases) == 1:
             return given[0] if given else None
         sizes = [w.shape[0] for w in self.weights]
-        widest = max(given, key=lambda bias: bias.dtype.itemsize)
-        parts = [widest.new_zeros(n) if b is None else b for n, b in zip(sizes, self.biases, strict=True)]
-        return torch.cat(parts, out=widest.new_empty(sum(sizes)))  # without `out`, autocast in BF16 refuses FP16
+        parts = [given[0].new_zeros(n) if b is None else b for n, b in zip(sizes, self.biases, strict=True)]
+        dtype = reduce(torch.promote_types, (bias.dtype for bias in given))
+        return torch.cat(parts, out=given[0].new_empty(sum(sizes), dtype=dtype))  # else autocast in BF16 refuses FP16
 
     @property
     def bias_dtypes(self) -> BiasDtypes:
