@@ -67,7 +67,8 @@ def linear_cross_entropy(
     Raises:
         ValueError: labels of another number or dtype, a chunk below 1, an unknown recipe, or a weight that is sharded
             in another way.
-        IndexError: on a CPU, a label that is no row of the weight. On a GPU, which is not waited for, the loss is NaN.
+        IndexError: on a CPU, a label that is no row of the weight. In compiled code, and on a GPU, which is not waited
+            for, the loss and its gradients are NaN.
     """
     group, first, vocabulary = "", 0, len(weight)
     if hasattr(weight, "device_mesh"):
@@ -81,12 +82,12 @@ def linear_cross_entropy(
     if chunk < 1 or recipe not in get_args(HeadRecipe):
         raise ValueError(f"the loss takes a chunk of at least 1 and 'bf16' or 'rowwise'; got {chunk} and {recipe!r}")
     ignored = labels == ignore_index
-    if device == "cpu" and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
-        wrong = labels[((labels < 0) | (labels >= vocabulary)) & ~ignored]
-        if len(wrong):
-            raise IndexError(f"labels are from 0 to {vocabulary - 1}, or ignore_index {ignore_index}; got {wrong[0]}")
+    wrong = ((labels < 0) | (labels >= vocabulary)) & ~ignored
+    if device == "cpu" and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()) and wrong.any():
+        found = labels[wrong][0]
+        raise IndexError(f"labels are from 0 to {vocabulary - 1}, or ignore_index {ignore_index}; got {found}")
     count = (~ignored).sum() if num_items is None else torch.as_tensor(num_items, device=x.device)
-    count = count.to(torch.promote_types(dtype, torch.float32)).view(())
+    count = count.to(torch.promote_types(dtype, torch.float32)).view(()).masked_fill(wrong.any(), torch.nan)
     labels = (labels - first).masked_fill(ignored, IGNORED)
     # within Function.forward gradients are always disabled
     wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
@@ -175,8 +176,6 @@ def _linear_cross_entropy(
         z = head.products(rows)
         own = cross_entropy(z, some, None if group or fp8 else wanted, None, scale, cap)
         lse, picked = _joined(*own, group) if group else own
-        if not group:  # of a label that is none, the loss is NaN
-            picked = picked.masked_fill((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan)
         total += torch.where(some == IGNORED, 0, lse - picked).sum()
         if wanted is None:
             continue
