@@ -33,10 +33,12 @@ NAMES = {
     **dict.fromkeys(FP8, "FP8"),
     torch.float8_e8m0fnu: "E8M0",
 }
-WIDTHS = ("FP64", "FP32", "BF16", "FP16", "FP8")  # the widest first
+WIDTHS = ("FP64", "FP32", "BF16", "FP16", "FP8", "INT8")  # the widest first
 
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "scaled_mm", "_scaled_mm", "_grouped_mm"}
-_PRODUCTS |= {"_scaled_grouped_mm", "_addmm_activation", "addbmm", "addr", "vdot", "grouped_mm", "grouped_mm_dw"}
+_INTEGERS = ("_int_mm", "int8_mm")
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_scaled_mm", "_grouped_mm", "_int_mm"}
+_PRODUCTS |= {"_scaled_grouped_mm", "_addmm_activation", "addbmm", "addr", "vdot"}
+_PRODUCTS |= {name for name in FLOPS if "attention" not in name}  # of Octavo
 _SUMS = {
     "sum", "mean", "var", "var_mean", "std", "std_mean", "prod", "logsumexp", "norm", "linalg_vector_norm",
     "native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm", "cumsum", "cumprod", "softmax",
@@ -74,8 +76,12 @@ def names_of(tensors: Sequence[Tensor]) -> tuple[str, ...]:
     return tuple(name for name in WIDTHS if name in found)
 
 
-def compute_dtype(kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> str:
+def compute_dtype(name: str, kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> str:
     """The dtype that an operation computes in: the operands' of a product, else the widest of inputs and outputs."""
+    if name in _INTEGERS:
+        return "INT8"
+    if "weight_only" in name:  # the weight is widened to the dtype of x, which is that of the output
+        return outputs[0]
     if kind in ("product", "convolution", "attention") and inputs:
         return inputs[-1]  # not that of the scales, or of the sums of attention's softmax
     return next((name for name in WIDTHS if name in (*inputs, *outputs)), "")
@@ -257,7 +263,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or name in _SHAPES or not (takes or gives):
             return
         inputs, outputs = names_of(takes), names_of(gives)
-        computed = compute_dtype(kind, inputs, outputs)
+        computed = compute_dtype(name, kind, inputs, outputs)
         flops = flops_of(func, kind, args, keywords, out)
         operand = self._operand(name, args) if flops else None
         if "FP8" in (*inputs, *outputs):

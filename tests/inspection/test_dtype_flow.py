@@ -204,7 +204,7 @@ class Seen(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         kind = kind_of(name, func.namespace)
-        self.dtypes[name] = compute_dtype(kind, names_of(floating(args)), names_of(floating(out)))
+        self.dtypes[name] = compute_dtype(name, kind, names_of(floating(args)), names_of(floating(out)))
         return out
 
 
@@ -281,6 +281,8 @@ def test_pytorchs_counter_counts_a_converted_model_as_it_was(name, recipe, monke
     assert counted == [traced, traced]
     assert bool(fused) == (recipe == "rowwise" and name != "vit")
     assert FLOPS.keys() == {each for each in OPERATIONS if re.search("mm|prod|attention", each)}
+    assert {kind_of(each, "octavo") for each in FLOPS} == {"product", "attention"}
+    assert compute_dtype("weight_only_mm", "product", ("FP32", "BF16", "FP8"), ("BF16",)) == "BF16"
 
 
 # ---- The lists of autocast name every operation that it has a kernel for

@@ -68,7 +68,8 @@ REFUSED = [
     (lambda: octavo.convert(nn.Linear), rf"{MODULE} .*\.Linear.*: pass"),
     (lambda: octavo.convert(torch.ones(9, 9)), rf"{MODULE} a Tensor: pass"),
     (lambda: octavo.convert(ONE, octavo.recipe.PRESETS["rowwise"]), r"call it, rowwise\(\)"),
-    (lambda: octavo.convert(ONE, emulate="no"), "recipe rowwise: emulate must be true or false, got 'no'"),
+    *((lambda key=key: octavo.convert(ONE, **{key: "no"}), f"{key} must be true or false, got 'no'")
+      for key in ("emulate", "only_if_faster", "fuse_loss", "recompute")),
     (lambda: octavo.convert(ONE, "rowise"), "rowwise, rowwise_dw_bf16"),
     (lambda: octavo.convert(ONE, skip=["block*"]), "matches no linear layer; the model has 1, named '0'$"),
     (lambda: octavo.convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)})), "every linear layer"),
@@ -178,7 +179,17 @@ def test_experts_count_the_rows_that_are_routed_to_them(converted_before: bool) 
 # ---- The way back from a conversion, and copies of converted models on disk
 
 
+class Registering(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.parallel = self.observer = self.input_is_saved = "theirs"
+
+    def __init_subclass__(cls, key: str) -> None:
+        raise AssertionError(key)  # of a subclass that its user did not write
+
+
 MODELS = {
+    "registering": lambda: nn.Sequential(nn.Embedding(64, 32), Registering()),
     "transformers": lambda: built("llama"),
     "FalconLinear": lambda: built("falcon", num_hidden_layers=1),
     "experts of transformers": lambda: built("mixtral", num_hidden_layers=1),

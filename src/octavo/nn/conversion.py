@@ -48,6 +48,7 @@ from octavo.ops.launching import find_architecture
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import LEAST_SPEEDUP, experts_speedup
 from octavo.recipe import Recipe, RecipeName, get_recipe, rowwise, similar_preset
+from octavo.util import check_kinds
 
 
 def convert(
@@ -120,7 +121,7 @@ def convert(
 
     Raises:
         TypeError: `model` is not a module, `recipe` neither a name nor a `Recipe`, `skip` no list of strings, or
-            `emulate` no bool.
+            `emulate`, `only_if_faster`, `fuse_loss` or `recompute` no bool.
         ValueError: an unknown recipe, a lazy parameter without a shape, a glob of `skip` that matches nothing, no
             linear layer left to convert, a layer to restore whose forward was replaced, a GPU without the GEMMs of the
             recipe, or a `batch` with which the model cannot be traced; with `fuse_loss`, a model whose logits are not
@@ -139,6 +140,8 @@ def convert(
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
     if attention not in ("bf16", "fp8"):
         raise ValueError(f"attention must be 'bf16' or 'fp8', got {attention!r}")
+    flags = {"only_if_faster": only_if_faster, "fuse_loss": fuse_loss, "recompute": recompute}
+    check_kinds(flags, dict.fromkeys(flags, bool), error=TypeError)
     changing = model.modules() if recompute else ()  # which alone is refused after the first change
     before: list[Any] = [(m, type(m), vars(m) | {"_modules": dict(m._modules)}) for m in changing]
     for module in list(model.modules()):

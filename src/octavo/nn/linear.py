@@ -31,6 +31,7 @@ from octavo.ops.dispatch import choose_recipe
 from octavo.recipe import Recipe, RecipeName
 
 PREPARED = ("recipe", "_layer_name", "weight_cache", "histories")  # the attributes that `RecipeLayer.prepare` sets
+ADDED = (*PREPARED, "input_is_saved", "observer", "parallel")  # and those that other modules set
 ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
 
 
@@ -109,6 +110,10 @@ class RecipeLayer(nn.Module):
     input_is_saved: bool = False  # by the operation before, as attention saves its output: see `LinearCall`
     observer: Observer | None = None
     parallel: Any = None  # a `ParallelLayer`, where each rank has a part of the layer
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if "_octavo_parts" not in vars(cls):  # a mixed class is no subclass that the user's own class needs to know of
+            super().__init_subclass__(**options)
 
     def prepare(self, recipe: Recipe, name: str, device: torch.device) -> None:
         """Set the attributes of a converted layer; each cast with a history gets a `ScaleHistory`, a child module."""
@@ -263,11 +268,12 @@ def convert_layer(module: Any, ours: type[RecipeLayer], recipe: Recipe, name: st
 
     An `nn.Linear` becomes a `Linear`. The class of another becomes a subclass of `ours` and of its own.
     """
+    added = PREPARED if type(module) is ParallelLinear else ADDED
     if type(module) in (nn.Linear, ParallelLinear):
         module.__class__ = ours
     else:
         mix_into(module, ours)
-    module._theirs = {key: vars(module)[key] for key in PREPARED if key in vars(module)}  # attributes of its user
+    module._theirs = {key: vars(module).pop(key) for key in added if key in vars(module)}  # attributes of its user
     module.prepare(recipe, name, next(module.parameters()).device)
 
 

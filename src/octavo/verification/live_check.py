@@ -186,9 +186,9 @@ class _Run(TorchDispatchMode):
             return NotImplemented
         keywords = kwargs or {}
         out, name = func(*args, **keywords), func.overloadpacket.__name__
-        integers = name in ("_int_mm", "int8_mm")
-        if (integers or kind_of(name, func.namespace) == "product") and not self._comparing:
-            dtype = "INT8" if integers else compute_dtype("product", names_of(floating((args, keywords))), ())
+        if kind_of(name, func.namespace) == "product" and not self._comparing:
+            given, made = (names_of(floating(tensors)) for tensors in ((args, keywords), out))
+            dtype = compute_dtype(name, "product", given, made)
             self.flops[dtype] += flops_of(func, "product", args, keywords, out)
         return out
 
