@@ -13,6 +13,7 @@ from linear_examples import converted_model
 from operation_counts import operations
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import octavo
 from octavo.integrations.transformers import ScaleUpdates
