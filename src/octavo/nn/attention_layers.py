@@ -157,15 +157,18 @@ DECAY = 0.9  # of the largest magnitudes, in each backward pass
 
 
 class GradientScales(ScaleBuffers):
-    """The scales of the gradients of one attention; `shortest` is the number of tokens from which it runs in E4M3."""
+    """The scales of the gradients of one attention; `shortest` is the number of tokens from which it runs in E4M3, and
+    `replaced` what transformers called the attention that computed it before."""
 
     # float32 [3], the largest magnitudes of dq, dk and dv in earlier backward passes, decayed; zeros before the first.
     # It is not in the `state_dict`: a resumed run begins as the first pass does.
     amax: Tensor
 
-    def __init__(self, device: torch.device | str | None = None, shortest: int = SHORTEST) -> None:
+    def __init__(
+        self, device: torch.device | str | None = None, shortest: int = SHORTEST, replaced: str = "sdpa"
+    ) -> None:
         super().__init__()
-        self.shortest = shortest
+        self.shortest, self.replaced = shortest, replaced
         self.register_buffer("amax", torch.zeros(3, device=device), persistent=False)
 
     def takes(self, q: Tensor, k: Tensor, dropout: float = 0.0) -> bool:
@@ -266,8 +269,10 @@ def use_fp8_attention(
     """
     found = find_attention(model, device)
     place = next(model.parameters()).device
+    use_bf16_attention(model)
     for module in found.values():
-        module.fp8_gradients = GradientScales(place, shortest)
+        replaced = getattr(getattr(module, "config", None), "_attn_implementation", None) or "sdpa"
+        module.fp8_gradients = GradientScales(place, shortest, replaced)
     _choose_attention(model, NAME)
     mark_saved_inputs(model)
     return list(found)
@@ -291,10 +296,10 @@ def find_attention(model: nn.Module, device: torch.device | str | None = None) -
 def use_bf16_attention(model: nn.Module) -> None:
     """Undo `use_fp8_attention`."""
     modules: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "fp8_gradients", None), GradientScales)]
+    if modules:
+        _choose_attention(model, modules[0].fp8_gradients.replaced)
     for module in modules:
         module.fp8_gradients = None
-    if modules:
-        _choose_attention(model, "sdpa")
     mark_saved_inputs(model)
 
 
