@@ -68,8 +68,10 @@ REFUSED = [
     (lambda: octavo.convert(nn.Linear), rf"{MODULE} .*\.Linear.*: pass"),
     (lambda: octavo.convert(torch.ones(9, 9)), rf"{MODULE} a Tensor: pass"),
     (lambda: octavo.convert(ONE, octavo.recipe.PRESETS["rowwise"]), r"call it, rowwise\(\)"),
-    *((lambda key=key: octavo.convert(ONE, **{key: "no"}), f"{key} must be true or false, got 'no'")
-      for key in ("emulate", "only_if_faster", "fuse_loss", "recompute")),
+    *(
+        (lambda key=key: octavo.convert(ONE, **{key: "no"}), f"{key} must be true or false, got 'no'")
+        for key in ("emulate", "only_if_faster", "fuse_loss", "recompute")
+    ),
     (lambda: octavo.convert(ONE, "rowise"), "rowwise, rowwise_dw_bf16"),
     (lambda: octavo.convert(ONE, skip=["block*"]), "matches no linear layer; the model has 1, named '0'$"),
     (lambda: octavo.convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)})), "every linear layer"),

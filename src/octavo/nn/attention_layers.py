@@ -157,18 +157,16 @@ DECAY = 0.9  # of the largest magnitudes, in each backward pass
 
 
 class GradientScales(ScaleBuffers):
-    """The scales of the gradients of one attention; `shortest` is the number of tokens from which it runs in E4M3, and
-    `replaced` what transformers called the attention that computed it before."""
+    """The scales of the gradients of one attention; `shortest` is the number of tokens from which it runs in E4M3."""
 
     # float32 [3], the largest magnitudes of dq, dk and dv in earlier backward passes, decayed; zeros before the first.
     # It is not in the `state_dict`: a resumed run begins as the first pass does.
     amax: Tensor
+    replaced: str  # what transformers called the attention that ran before
 
-    def __init__(
-        self, device: torch.device | str | None = None, shortest: int = SHORTEST, replaced: str = "sdpa"
-    ) -> None:
+    def __init__(self, device: torch.device | str | None = None, shortest: int = SHORTEST) -> None:
         super().__init__()
-        self.shortest, self.replaced = shortest, replaced
+        self.shortest = shortest
         self.register_buffer("amax", torch.zeros(3, device=device), persistent=False)
 
     def takes(self, q: Tensor, k: Tensor, dropout: float = 0.0) -> bool:
@@ -271,8 +269,8 @@ def use_fp8_attention(
     place = next(model.parameters()).device
     use_bf16_attention(model)
     for module in found.values():
-        replaced = getattr(getattr(module, "config", None), "_attn_implementation", None) or "sdpa"
-        module.fp8_gradients = GradientScales(place, shortest, replaced)
+        module.fp8_gradients = GradientScales(place, shortest)
+        module.fp8_gradients.replaced = getattr(getattr(module, "config", None), "_attn_implementation", None) or "sdpa"
     _choose_attention(model, NAME)
     mark_saved_inputs(model)
     return list(found)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
-from octavo.nn.module_tools import decoder_layers, differentiable_once, find_cache, mix_into, unsupported
+from octavo.nn.module_tools import decoder_layers, differentiable_once, find_cache, mix_into, unmix, unsupported
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
@@ -375,37 +375,6 @@ class Task:
         return self.loss
 
 
-class _StandIn(nn.Module):
-    """In place of a head, whose hooks, as tensor parallelism has them, do not see the loss."""
-
-    def __init__(self, layer: Any, task: Task, *options: Any) -> None:
-        super().__init__()
-        self.layer, self.task, self.options = layer, task, options
-
-    @property
-    def weight(self) -> Tensor:  # Mamba reads its dtype
-        return self.layer.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.task.run(x, self.weight, *self.options)
-
-
-@contextmanager
-def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[None]:
-    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else."""
-    parent, _, name = head.name.rpartition(".")
-    owner = model.get_submodule(parent)
-    layer = getattr(owner, name)
-    setattr(owner, name, _StandIn(layer, task, head, chunk, "bf16"))
-    # Before the hook of FSDP, which gathers the weights for the backward pass of what the model returns.
-    hook = model.register_forward_hook(lambda *_: task.loss, prepend=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-        setattr(owner, name, layer)
-
-
 class LossHead:
     """Mixed into the head of a model whose loss is fused."""
 
@@ -418,6 +387,21 @@ class LossHead:
         if self.task is not None:
             return self.task.run(x, self.weight if self.task.tied is None else self.task.tied, *self.options)
         return super().forward(x)  # type: ignore[misc]  # of the head's own class
+
+
+@contextmanager
+def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[None]:
+    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else."""
+    layer: Any = model.get_submodule(head.name)
+    mix_into(layer, LossHead)
+    layer.task, layer.options = task, (head, chunk, "bf16")
+    # Before the hook of FSDP, which gathers the weights for the backward pass of what the model returns.
+    hook = model.register_forward_hook(lambda *_: task.loss, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+        unmix(layer)
 
 
 class LossEmbedding:
