@@ -115,6 +115,8 @@ def test_rowwise_is_fusable_and_no_other_preset():
     fusable = recipe.fusable
     assert (fusable.y, fusable.dx, fusable.dw, fusable.emulate) == (recipe.y, recipe.dx, recipe.dw, True)
     assert (fusable.x, fusable.w, fusable.dy) == (recipe.x, recipe.w, recipe.dy)
+    assert replace(recipe, name="odd").text == recipe.text
+    assert Recipe.from_json(recipe.text).fusable == fusable
 
 
 @pytest.mark.parametrize(

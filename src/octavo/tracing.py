@@ -80,10 +80,8 @@ def compute_dtype(name: str, kind: str, inputs: Sequence[str], outputs: Sequence
     """The dtype that an operation computes in: the operands' of a product, else the widest of inputs and outputs."""
     if name in _INTEGERS:
         return "INT8"
-    if "weight_only" in name:  # the weight is widened to the dtype of x, which is that of the output
-        return outputs[0]
     if kind in ("product", "convolution", "attention") and inputs:
-        return inputs[-1]  # not that of the scales, or of the sums of attention's softmax
+        return outputs[0] if "weight_only" in name else inputs[-1]  # not that of scales, or of the sums of a softmax
     return next((name for name in WIDTHS if name in (*inputs, *outputs)), "")
 
 

@@ -1,6 +1,5 @@
 """The numbers of norm+linear and of the MLP as one function each: against float64 on the very bytes that the formulas
-name (`fused_oracle`), and against the layers that they replace.
-"""
+name (`fused_oracle`), and against the layers that they replace."""
 
 import copy
 

@@ -137,7 +137,7 @@ REFUSED = [
     (lambda: seed(nn.Linear(4, 4)), "has no scale histories"),
     (lambda: linear_cross_entropy(ROWS, ROWS, torch.zeros(3)), "needs an int64 label for each token; got 3 tokens"),
     (lambda: linear_cross_entropy(ROWS, ROWS, torch.full((len(ROWS),), -1)), "labels are from 0 to .* got -1"),
-    (lambda: linear_cross_entropy(ROWS, ROWS, torch.full((len(ROWS),), len(ROWS))), "or ignore_index -100; got"),
+    (lambda: linear_cross_entropy(ROWS, ROWS, torch.full((len(ROWS),), len(ROWS))), "or ignore_index=-100; got"),
     *((lambda given=given: linear_cross_entropy(ROWS, ROWS, INDEX[:, 0], **given), "takes a chunk of at least 1 and")
       for given in ({"chunk": 0}, {"chunk": -1}, {"recipe": "fp8"})),
 ]  # fmt: skip

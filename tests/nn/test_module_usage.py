@@ -289,13 +289,6 @@ def test_a_fused_module_is_one_operation_to_dynamo(build) -> None:
     assert not [node for node in nodes if "autograd_function" in str(node.target)]
 
 
-def test_a_recipe_of_another_name_gives_the_same_text() -> None:
-    recipe = octavo.recipe.PRESETS["rowwise"]()
-    renamed = octavo.Recipe("", recipe.y, recipe.dx, recipe.dw)
-    assert renamed.text == recipe.text
-    assert octavo.Recipe.from_json(renamed.text).fusable == recipe.fusable
-
-
 # ---- The linear layer alone: under autocast, frozen, and built by a call
 
 

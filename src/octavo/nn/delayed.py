@@ -9,9 +9,7 @@ and scales dynamically. The amax is recorded in place, so one thread at a time t
 of layers. The counts of steps are on the device too: once every history has a scale, the host does not wait for it.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,13 +84,10 @@ class ScaleHistories(nn.ModuleDict):
         return super().__getattr__(name)
 
 
-unwrapped = partial(re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.").sub, "")  # of the name of a module
-
-
 def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
-    """The histories of `model` by name, without the parts that torch.compile and `checkpoint_wrapper` put into it."""
     check_module(model, "octavo.scales")
-    yield from ((unwrapped(name), m) for name, m in model.named_modules() if isinstance(m, ScaleHistory))
+    named = ((name.replace("_checkpoint_wrapped_module.", ""), m) for name, m in model.named_modules())  # as state_dict
+    yield from ((name, module) for name, module in named if isinstance(module, ScaleHistory))
 
 
 @torch.no_grad()
@@ -183,7 +178,6 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"load_scale_state takes a dictionary, got {type(state).__name__}: give that of scale_state")
-    state = {unwrapped(name): tensor for name, tensor in state.items()}
     check_match(state, scale_state(model), "the scale histories are of another recipe or model")
     for name, history in histories(model):
         for part, buffer in history.named_buffers():

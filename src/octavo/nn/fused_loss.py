@@ -84,8 +84,7 @@ def linear_cross_entropy(
     ignored = labels == ignore_index
     wrong = ((labels < 0) | (labels >= vocabulary)) & ~ignored
     if device == "cpu" and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()) and wrong.any():
-        found = labels[wrong][0]
-        raise IndexError(f"labels are from 0 to {vocabulary - 1}, or ignore_index {ignore_index}; got {found}")
+        raise IndexError(f"labels are from 0 to {vocabulary - 1}, or {ignore_index=}; got {labels[wrong][0]}")
     count = (~ignored).sum() if num_items is None else torch.as_tensor(num_items, device=x.device)
     count = count.to(torch.promote_types(dtype, torch.float32)).view(()).masked_fill(wrong.any(), torch.nan)
     labels = (labels - first).masked_fill(ignored, IGNORED)

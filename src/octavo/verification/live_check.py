@@ -187,8 +187,7 @@ class _Run(TorchDispatchMode):
         keywords = kwargs or {}
         out, name = func(*args, **keywords), func.overloadpacket.__name__
         if kind_of(name, func.namespace) == "product" and not self._comparing:
-            given, made = (names_of(floating(tensors)) for tensors in ((args, keywords), out))
-            dtype = compute_dtype(name, "product", given, made)
+            dtype = compute_dtype(name, "product", *(names_of(floating(each)) for each in ((args, keywords), out)))
             self.flops[dtype] += flops_of(func, "product", args, keywords, out)
         return out
 
