@@ -140,7 +140,8 @@ def convert(
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
     if attention not in ("bf16", "fp8"):
         raise ValueError(f"attention must be 'bf16' or 'fp8', got {attention!r}")
-    check_kinds(locals(), dict.fromkeys(("only_if_faster", "fuse_loss", "recompute"), bool), error=TypeError)
+    flags = {"only_if_faster": only_if_faster, "fuse_loss": fuse_loss, "recompute": recompute}
+    check_kinds(flags, dict.fromkeys(flags, bool), error=TypeError)
     changing = model.modules() if recompute else ()  # which alone is refused after the first change
     before: list[Any] = [(m, type(m), vars(m) | {"_modules": dict(m._modules)}) for m in changing]
     for module in list(model.modules()):
