@@ -85,7 +85,9 @@ def test_the_choice_by_scheme_and_device(monkeypatch):
 
 def test_a_note_names_the_layers_that_run_in_bf16_at_many_tokens(monkeypatch):
     names = {"mx": "dequantized", "channel": "cublaslt", "weight": "triton"}
-    monkeypatch.setattr(opening.schemes, "find_gemm", lambda scheme, device: (scheme.inputs, Backend(names[scheme.name], "")))
+    monkeypatch.setattr(
+        opening.schemes, "find_gemm", lambda scheme, device: (scheme.inputs, Backend(names[scheme.name], ""))
+    )
     note = gemm_notes(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)[1]
     assert "slower than BF16" in note
     assert "2 layers of the scheme mx above 256 tokens; 1 layer of the scheme weight above 16 tokens. " in note

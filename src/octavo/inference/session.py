@@ -179,7 +179,7 @@ class Session:
         self.cache.batch, self.capacity = batch, self.cache.max_tokens
         self.passes: dict[int, Pass] = {}  # by the number of tokens
         self.pool: Any = None  # of the memory of the graphs
-        self.stream = torch.cuda.Stream(device) if captures else None  # of the captures
+        self.stream = torch.cuda.Stream(device) if captures else None  # type: ignore[no-untyped-call]  # of captures
         with torch.inference_mode(False):
             self.first = torch.zeros(batch, dtype=torch.int32, device=device)
 

@@ -338,7 +338,7 @@ class TransformersForward:
                 rotary, self.rotary = self.rotary, None
                 return own(rotary, x, position_ids)
             self.table = torch.cat(tables)
-        return self.table.index_select(1, position_ids.flatten()).unflatten(1, position_ids.shape).unbind()
+        return self.table.index_select(1, position_ids.flatten()).view(2, *position_ids.shape, -1).unbind()
 
 
 # ---- The cache that a model of transformers makes for itself, for models and lengths that ours does not serve.

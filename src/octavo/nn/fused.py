@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -368,10 +367,10 @@ class Stack:
         given = [bias for bias in self.biases if bias is not None]
         if not given or len(self.biases) == 1:
             return given[0] if given else None
-        sizes = [w.shape[0] for w in self.weights]
-        parts = [given[0].new_zeros(n) if b is None else b for n, b in zip(sizes, self.biases, strict=True)]
-        dtype = reduce(torch.promote_types, (bias.dtype for bias in given))
-        return torch.cat(parts, out=given[0].new_empty(sum(sizes), dtype=dtype))  # else autocast in BF16 refuses FP16
+        pairs = zip(self.weights, self.biases, strict=True)
+        parts = [given[0].new_zeros(w.shape[0]) if b is None else b for w, b in pairs]
+        with torch.autocast(given[0].device.type, enabled=False):  # that of a CPU in BF16 joins no FP16
+            return torch.cat(parts)
 
     @property
     def bias_dtypes(self) -> BiasDtypes:
