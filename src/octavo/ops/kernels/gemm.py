@@ -156,11 +156,6 @@ def _row_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     b_rows = b_ptr + offs_n.to(tl.int64) * K
     scale_b_ptr += offs_n // SCALE_ROWS * STRIDE_SCALE_B
-    # What the sums are multiplied by, and what is added to them, is loaded before the loop, which takes as long.
-    scale_a = 1.0 if scale_a_ptr is None else tl.load(scale_a_ptr)
-    scale_b = 1.0 if GROUP else tl.load(scale_b_ptr)
-    bias = None if bias_ptr is None else tl.load(bias_ptr + offs_n)
-    residual = None if residual_ptr is None else tl.load(residual_ptr + offs_n)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if K % BLOCK_K == 0:
@@ -175,7 +170,12 @@ def _row_kernel(
             product *= widen_scale(tl.load(scale_b_ptr + k // GROUP))[:, None]
         acc += product
     let_next_start()
-    _add_and_store(tl.sum(acc, 1) * scale_a * scale_b, bias, residual, y_ptr + offs_n, None)
+    total = tl.sum(acc, 1)
+    if scale_a_ptr is not None:
+        total *= tl.load(scale_a_ptr)
+    if not GROUP:
+        total *= tl.load(scale_b_ptr)
+    store_sums(total, 0, offs_n, y_ptr, bias_ptr, residual_ptr, N)
 
 
 @triton.jit
@@ -194,12 +194,6 @@ def _tile_kernel(
     if scale_b_ptr is not None:
         scale_b_ptr += offs_n // SCALE_ROWS * STRIDE_SCALE_B
     start_k = tl.program_id(2) * K_PER_SPLIT
-    scale_a, scale_b = 1.0, 1.0
-    if partials_ptr is None:  # before the sums, which take as long as these loads
-        if scale_a_ptr is not None:
-            scale_a = tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
-        if scale_b_ptr is not None and not GROUP:
-            scale_b = tl.load(scale_b_ptr)[:, None]
     acc = sum_products(
         b_ptr + offs_n.to(tl.int64) * K, a_rows, scale_b_ptr, start_k, tl.minimum(start_k + K_PER_SPLIT, K), K,
         K % BLOCK_K == 0, PROMOTE, GROUP, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES,
@@ -209,8 +203,12 @@ def _tile_kernel(
         offs = (tl.program_id(2) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
         tl.store(partials_ptr + offs, acc, mask_m[None, :])
     else:
+        if scale_a_ptr is not None:
+            acc *= tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
+        if scale_b_ptr is not None and not GROUP:
+            acc *= tl.load(scale_b_ptr)[:, None]
         rows = offs_m.to(tl.int64)[None, :]
-        store_sums(acc * scale_a * scale_b, rows, offs_n[:, None], y_ptr, bias_ptr, residual_ptr, N, mask_m[None, :])
+        store_sums(acc, rows, offs_n[:, None], y_ptr, bias_ptr, residual_ptr, N, mask_m[None, :])
 
 
 @triton.jit
@@ -252,20 +250,12 @@ def store_sums(acc, offs_m, offs_n, y_ptr, bias_ptr, residual_ptr, N, mask=None)
 
     Where offs_n is clamped to the last column, several lanes store the same value there.
     """
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + tl.minimum(offs_n, N - 1)).to(tl.float32)
     offs = offs_m * N + offs_n
-    bias = None if bias_ptr is None else tl.load(bias_ptr + tl.minimum(offs_n, N - 1))
-    residual = None if residual_ptr is None else tl.load(residual_ptr + offs, mask)
-    _add_and_store(acc, bias, residual, y_ptr + offs, mask)
-
-
-@triton.jit
-def _add_and_store(acc, bias, residual, y_ptrs, mask):
-    dtype: tl.constexpr = y_ptrs.dtype.element_ty
-    if bias is not None:
-        acc += bias.to(tl.float32)
-    if residual is not None:
-        acc = acc.to(dtype).to(tl.float32) + residual.to(tl.float32)
-    tl.store(y_ptrs, acc.to(dtype), mask)
+    if residual_ptr is not None:
+        acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32) + tl.load(residual_ptr + offs, mask).to(tl.float32)
+    tl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask)
 
 
 # ---- GEMMs whose K is split into parts (split-K): one launch multiplies the parts, and a second adds the partial sums.

@@ -69,7 +69,6 @@ def _norm_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     offs = offs_m[:, None] * K + offs_k[None, :]
-    weight = tl.load(weight_ptr + offs_k[None, :], (offs_k < K)[None, :], other=0.0)  # before the sums wait for x
     x = tl.load(x_ptr + offs, mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x = (x + tl.load(residual_ptr + offs, mask, other=0.0).to(tl.float32)).to(total_ptr.dtype.element_ty)
@@ -85,7 +84,7 @@ def _norm_kernel(
     rstd = (1.0 / tl.sqrt(row_sum(x * x) / count + EPS)).to(tl.float32)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + offs_m, rstd, offs_m < M)
-    normed = x * column(rstd) * weight.to(tl.float32)
+    normed = x * column(rstd) * tl.load(weight_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
         normed = add(normed, tl.load(bias_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :])
     scale = scale_from_amax(amax_bits(normed, 1), FORMAT_MAX, POWER_OF_TWO)
