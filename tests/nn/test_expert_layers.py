@@ -171,7 +171,7 @@ def test_a_mixtral_reaches_the_loss_of_bf16(recipe):
 
 
 @pytest.mark.parametrize(("options", "reason"), [
-    ({"recipe": "tensorwise"}, "the recipe tensorwise has no grouped GEMM: rowwise, blockwise, mxfp8, groupwise have"),
+    ({"recipe": "delayed"}, "the recipe delayed has no grouped GEMM: rowwise, blockwise, mxfp8, groupwise, mxfp4 have"),
     ({"skip": ["*.experts"]}, r"skip='*.experts'"),
     ({"only_if_faster": True}, "FP8 is emulated here: left in BF16"),
 ], ids=["recipe", "skip", "only if faster"])  # fmt: skip

@@ -47,7 +47,7 @@ from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.launching import find_architecture
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import LEAST_SPEEDUP, experts_speedup
-from octavo.recipe import Recipe, RecipeName, get_recipe, rowwise, similar_preset
+from octavo.recipe import PRESETS, Recipe, RecipeName, get_recipe, rowwise, similar_preset
 from octavo.util import check_kinds
 
 
@@ -401,7 +401,8 @@ def _computes_as_mixtral(cls: Any) -> bool:
 
 def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
     if not runs_experts(recipe):
-        return f"the recipe {recipe.name} has no grouped GEMM: rowwise, blockwise, mxfp8, groupwise have"
+        have = [name for name, make in PRESETS.items() if runs_experts(make())]
+        return f"the recipe {recipe.name} has no grouped GEMM: {', '.join(have)} have"
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if "forward" in vars(module) and not isinstance(module, Experts | GroupedLinear):
