@@ -234,6 +234,7 @@ def packed_files(model, folder, **how):
         ("qwen2", "rowwise_forward", {}),
         ("qwen3", None, {"skip": ("*.o_proj",)}),
         ("mixtral", "rowwise", {"experts": True}),
+        ("phimoe", "rowwise", {"experts": True}),  # whose routers have other names in files
         ("vit", "rowwise", {}),
     ],
 )

@@ -109,7 +109,7 @@ def test_experts_multiply_the_same_numbers(made):
     assert ("weights", 0.0, "none: the same numbers") in parity(model, served, IDS).sources
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral"])  # whose attention has a softcap, or a window of 8 tokens
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "deepseekv3"])  # a softcap, a window of 8 tokens, latents
 def test_a_model_that_transformers_own_cache_serves(made, name):
     served, other = (octavo.load(made(name, scheme="channel")) for _ in range(2))
     found = parity(served, other, IDS)

@@ -178,9 +178,8 @@ def scales_from_calibration(
 def _check_model(config: Any, max_tokens: int) -> None:
     if getattr(config, "attn_logit_softcapping", None):
         raise UnservedError("QuantizedKVCache serves attention without a softcap (attn_logit_softcapping)")
-    key_dim, value_dim = (getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim"))  # of DeepSeek
-    if key_dim != value_dim:
-        raise UnservedError(f"keys and values must have the same head size, got {key_dim} and {value_dim}")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnservedError("QuantizedKVCache serves keys and values of heads; the model has latents (kv_lora_rank)")
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:
         raise UnservedError(

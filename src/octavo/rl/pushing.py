@@ -296,8 +296,8 @@ def served_weights(trained: nn.Module, **options: Any) -> Iterator[tuple[str, Te
     presets = {similar_preset(recipe) for recipe in recipes.values() if recipe is not None}
     if len(presets) > 1:
         raise ValueError(f"served_weights takes a model of one recipe, got {', '.join(sorted(presets))}: convert it so")
-    linears = meta_model.linears() if presets else []
-    skip = [name for name in linears if recipes.get(name) is None]
+    linears = [name for name, module in meta_model.model.named_modules() if isinstance(module, nn.Linear)]
+    skip = [name for name in linears if recipes.get(name) is None] if presets else []
     experts = any(recipes.get(name) is not None for name in meta_model.experts.stacks)
     source = Source(where, where, meta_model, next(iter(presets), ""), skip, _Gathering(sources))
     chosen = PackOptions(**{"experts": experts} | options)
