@@ -197,7 +197,7 @@ def test_groups_of_runs_are_decided(printed, trained, tmp_path):
             run = shutil.copytree(trained / "bf16", tmp_path / f"{name}-{seed}")
             change_json(run / "config.json", lambda config, new={"seed": seed} | settings: config.update(new))
             losses = {s: (4.0 - s / 10 + seed / 10) * (factor + seed * 1e-5 * (factor > 1)) for s in (2, 4, 6)}
-            lines = [json.dumps({"step": s, "evaluation_loss": loss}) for s, loss in losses.items()]
+            lines = [json.dumps({"step": s, "evaluation_loss": loss, "tokens": 8 * s}) for s, loss in losses.items()]
             (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     groups = sorted(tmp_path.iterdir())
     lines = printed("compare", *groups, "--decide", "0.25%").splitlines()

@@ -38,7 +38,7 @@ from octavo.watching.storage import Watched, read_watch, watch_folder
 # The numbers of a record. null stands for inf and NaN.
 SERIES = (
     "loss", "evaluation_loss", "tokens_per_second", "peak_memory", "gradient_norm", "learning_rate", "mfu",
-    "loss_scale",
+    "loss_scale", "tokens",
 )  # fmt: skip
 # What stands wherever the losses of single runs are compared.
 ONE_SEED = "one seed: cannot tell. Two seeds of one recipe differ too. --decide tells, from several runs."
@@ -354,5 +354,4 @@ def tokens_per_parameter(run: RunData) -> float | None:
     if not folders:
         return None
     specs = ShardReader(folders[-1], weights_stem(folders[-1])).specs.values()
-    read = math.prod(int(run.settings[name]) for name in ("batch", "accumulate", "context")) * run.last_step
-    return read / sum(math.prod(spec.shape) for spec in specs)
+    return (run.last_number("tokens") or 0) / sum(math.prod(spec.shape) for spec in specs)

@@ -43,7 +43,8 @@ from octavo.train.processes import pin, rank, same_outcome, unpin, world_size
 from octavo.util import check_kinds
 from octavo.version import __version__
 
-_DESCRIBED = {"step": int, "skipped_steps": int, "fingerprint": str, "scaler": dict}  # train.json
+# Of train.json, in which former versions wrote no tokens.
+_DESCRIBED = {"step": int, "skipped_steps": int, "fingerprint": str, "tokens": int | None, "scaler": dict}
 
 
 @dataclass
@@ -57,6 +58,8 @@ class TrainState:
     fingerprint: str
     step: int = 0
     skipped_steps: int = 0
+    tokens: int = 0  # read so far
+    step_tokens: int = 0  # read in a step of this run
     hosted: HostMasters | None = None  # of a run with optimizer.masters = "host"
 
     def on_device(self, *, beside: bool = False) -> AbstractContextManager[None]:
@@ -104,6 +107,7 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
         load_scale_state(state.model, scales)
         _read_into(moments, optimizer)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
+    state.tokens = described.get("tokens") or state.step * state.step_tokens
     if other_recipe:
         return
     if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
@@ -392,8 +396,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         }
         tensors = {f"{file}/{name}": t.detach() for file, found in stems.items() for name, t in found.items()}
         self._copy.update(tensors)
-        described: dict[str, Any] = {name: getattr(state, name) for name in ("step", "skipped_steps", "fingerprint")}
-        described["scaler"] = state.scaler.state_dict()
+        described = {name: getattr(state, name) for name in _DESCRIBED} | {"scaler": state.scaler.state_dict()}
         texts = {"train.json": json.dumps(described, indent=2) + "\n"} | adapter_config(state.model)
         target = self.run.checkpoint(state.step)
         self._pending = _in_background(lambda: self._write(target, tensors, texts))

@@ -174,7 +174,7 @@ class Trainer:
         state.optimizer.zero_grad()
         if self.delayed:
             update_scales(self.model, skipped=self.recent.bad)  # the scales stay with the weights
-        state.step += 1
+        state.step, state.tokens = state.step + 1, state.tokens + state.step_tokens
         if self.watch is not None:
             self.watch.step()
         self.recent.note(state.step, loss, norm)
@@ -220,15 +220,14 @@ class Trainer:
         config, state = self.config, self.state
         steps, seconds = clock.lap(state.step)
         with clock.paused():
-            tokens = config.batch * config.accumulate * config.context
             largest = step_metrics.largest_weights(self.model)
             record: dict[str, Any] = {
                 "loss": float(loss),
                 "learning_rate": learning_rate(state.step - 1, config),
                 "gradient_norm": float(norm),
-                "tokens": tokens * state.step,
+                "tokens": state.tokens,
                 "seconds": round(seconds, 6),
-                "tokens_per_second": tokens * steps / seconds,
+                "tokens_per_second": state.step_tokens * steps / seconds,
                 "peak_memory": max(processes.gather(processes.peak_memory(state.device))),
                 "largest_weight": max(largest.values()),
             }
@@ -464,7 +463,8 @@ def prepare_run(
     processes.print_line(console, header_text(config, degrees, made, device, corpus))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     optimizer = make_optimizer(made.model, config)
-    state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint)
+    tokens = config.batch * config.accumulate * config.context
+    state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint, step_tokens=tokens)
     if isinstance(optimizer, HostAdamW):
         state.hosted = HostMasters(made.model, models.find_blocks(made.model), optimizer, device, config)
         lock.callback(state.hosted.close)
