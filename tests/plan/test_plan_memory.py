@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from operation_counts import LiveMemory, saved_tensors
+from tiny_models import built, with_slow
 from torch import nn
+from transformers import Qwen3ForCausalLM
 
 import octavo
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, vision
@@ -56,12 +58,14 @@ def sizes(kind: str, layers: int) -> LlamaConfig | GPT2Config:
     common = {"vocabulary": VOCABULARY, "layers": layers, "width": WIDTH, "heads": 4, "context": TOKENS}
     if kind == "mixture":
         return MixtureConfig(**common, kv_heads=2, mlp_width=384, experts=8, top_k=2)
+    if kind == "qwen3":
+        return built(kind, num_hidden_layers=layers, max_position_embeddings=TOKENS, use_cache=False).config
     return LlamaConfig(**common, kv_heads=2, mlp_width=384) if kind == "llama" else GPT2Config(**common)
 
 
 def prepared(kind, recipe, mode, layers, *, compiled=False, fp8_attention=False):
     torch.manual_seed(0)
-    model = build(sizes(kind, layers))
+    model = Qwen3ForCausalLM(sizes(kind, layers)) if kind == "qwen3" else build(sizes(kind, layers))
     octavo.convert(model, recipe)
     if fp8_attention:
         use_fp8_attention(model, shortest=TOKENS)
@@ -104,7 +108,8 @@ class WithFp8Attention(Setup):
 
 def planned(kind: str, recipe: str, mode: str, *, compiled: bool = False, fp8_attention: bool = False) -> float:
     """Bytes that a block saves by the plan."""
-    model = describe_architecture(kind, sizes(kind, 2).to_hf())
+    described = sizes(kind, 2)
+    model = describe_architecture(kind, described.to_dict() if kind == "qwen3" else described.to_hf())
     options = {"activation_checkpointing.mode": mode, "compile.blocks": compiled, "context": TOKENS, "batch": 1}
     setup = make_setup(model, Config(recipe=recipe).change(**options), find_gpu("h200"), 1)
     return saved_bytes(WithFp8Attention(**vars(setup)) if fp8_attention else setup, model.blocks[0])
@@ -157,8 +162,10 @@ def test_a_block_on_images_saves_queries_keys_and_values_once():
     assert block * TOKENS == pytest.approx((alive(4) - alive(2)) / 2, rel=0.03)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("mixture", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", ["bf16", pytest.param("rowwise", marks=pytest.mark.slow)])
+COMPILED = [("llama", "bf16"), ("llama", "rowwise"), ("mixture", "bf16"), ("mixture", "rowwise"), ("qwen3", "bf16")]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), with_slow(COMPILED, COMPILED[:1]))
 def test_compiled_blocks_save_each_input_once(kind, recipe):
     found = (saved(kind, recipe, 3) - saved(kind, recipe, 1)) / 2
     assert planned(kind, recipe, "none", compiled=True) == pytest.approx(found, rel=0.05)

@@ -158,6 +158,7 @@ def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:
 #
 #     inputs of the two norms     2 r K
 #     attention                   2 bytes an element of q, k, v and its output; 4 a head (logarithms of sums)
+#     norms of queries and keys   2 bytes an element that they read; 4 a head (Qwen3)
 #     u, the MLP's hidden inputs  2 bytes an element (of gate and up both)
 #     inputs of GEMMs             what dw reads: a byte an element and its scales, or 2 bytes in BF16
 #
@@ -179,6 +180,7 @@ def block_bytes(setup: Setup, block: Block) -> float:
         + 2 * 4 * (2 if model.layer_norm else 1)
         + (1 if setup.fp8_attention else 2) * (a.queries + a.keys + a.values + a.output)
         + 4 * a.heads
+        + (2 * a.normed + 4 * (a.heads + a.key_heads) if a.normed else 0)
         + _hidden_bytes(setup, block)
         + sum(_input_bytes(setup, group) for group in block.groups)
     )

@@ -41,7 +41,8 @@ class Layer:
 @dataclass(frozen=True)
 class Attention:
     """The features of a token over all heads of an attention; key and value heads may be shared by query heads.
-    `cached` are those in the KV cache, where they are not the keys and values (DeepSeek's MLA)."""
+    `cached` are those in the KV cache, where they are not the keys and values (DeepSeek's MLA). `normed` are those of
+    queries and keys that norms of heads read (Qwen3's)."""
 
     heads: int
     queries: int
@@ -50,6 +51,7 @@ class Attention:
     output: int
     causal: bool = True
     cached: int | None = None
+    normed: int = 0
 
     @property
     def key_heads(self) -> int:
@@ -201,6 +203,7 @@ def _llama(name: str, f: Fields) -> Architecture:
         )
     attention, layers = _grouped_query(f, biased=known.qkv_bias and f.get("qkv_bias", True))
     heads_norms = len(known.block.head_norms) * layers[0].outputs // attention.heads
+    attention = replace(attention, normed=attention.queries + attention.keys if heads_norms else 0)
     depth, others = f["num_hidden_layers"], 2 * width + heads_norms
     dense = (*layers, *_swiglu(width, f["intermediate_size"], bias=f.get("mlp_bias", False)))
     blocks = [Block(depth, dense, attention, gated=True, others=others)]
