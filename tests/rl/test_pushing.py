@@ -274,6 +274,12 @@ def untied():
     return model
 
 
+def last_as(**how):
+    model = LLAMA()
+    model.model.layers[1].mlp.down_proj.to(**how)
+    return model
+
+
 def of_dora():
     return peft.get_peft_model(LLAMA(), peft.LoraConfig(target_modules=TARGETS, use_dora=True))
 
@@ -295,6 +301,8 @@ def of_dora():
         ("qwen3", CHANNEL, LLAMA, "the trained model has no .*q_norm.weight: load the folder of"),
         ("llama", CHANNEL, partial(built, "llama", intermediate_size=512), r"is \[512, 128\] in the.*\[256, 128\]"),
         ("qwen2", CHANNEL, untied, "lm_head.weight are one tensor in the served model, and two in the trained"),
+        ("llama", CHANNEL, partial(last_as, dtype=torch.float64), "down_proj.weight is torch.float64 on cpu in"),
+        ("llama", CHANNEL, partial(last_as, device="meta"), "down_proj.weight is torch.float32 on meta in"),
         ("llama", CHANNEL, of_dora, "q_proj.weight has adapters that are no plain LoRA: merge them"),
     ],
 )

@@ -325,6 +325,9 @@ def _misfit(name: str, sources: Mapping[str, Place], held: Place, cast: Cast | N
     mine, theirs = list(source.tensor.shape), list(held.tensor.shape)
     if mine != theirs:
         return f"{name} is {mine} in the trained model, and {theirs} in the served one: {_OTHER}"
+    if source.tensor.is_meta or (cast is not None and source.tensor.dtype == torch.float64):
+        at = f"{source.tensor.dtype} on {source.tensor.device}"
+        return f"{name} is {at} in the trained model: load it in float32, bfloat16 or float16, on a device"
     wrapper, packed = source.adapters, held.module
     if reason := _misfit_of_adapters(name, wrapper):
         return reason

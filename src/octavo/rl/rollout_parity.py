@@ -186,7 +186,7 @@ class _Runs:
         kinds = [f"by {head.scheme.name}" if isinstance(head, PackedLinear) else "in high precision" for head in heads]
         kl = _kl(p, heads[1](hidden.to(served.dtype)))
         yield "head", kl, f"{kinds[0]} in training, {kinds[1]} in the served model"
-        found = heads[0](self.forward(served, ours)[1].to(trained.dtype))
+        found = heads[0](self.forward(served, ours)[1].to(hidden.dtype))
         yield "activations", _kl(with_weights, found), "casts of inputs, and the order and dtypes of sums"
         yield "sampling", _kl(self.forward(served, theirs)[0], q), "a cache and one token a step, for one pass"
 
