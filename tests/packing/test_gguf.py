@@ -30,11 +30,16 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 257,
     "rms_norm_eps": 1e-5,
 }  # fmt: skip
+STRETCHED = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 KINDS = {
     "llama": ("Llama", {}),
     "llama biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama wide heads": ("Llama", {"head_dim": 32}),
     "llama far": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama stretched": ("Llama", {"rope_parameters": STRETCHED}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", {}),
@@ -105,7 +110,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("weights", ["q8_0", "f16"])
-@pytest.mark.parametrize("name", with_slow(KINDS, ("llama biased", "llama far", "qwen2")))
+@pytest.mark.parametrize("name", with_slow(KINDS, ("llama biased", "llama far", "llama stretched", "qwen2")))
 def test_transformers_runs_what_we_write(tmp_path, name, weights):
     source = write_model(tmp_path / name, name)  # its reader takes the name "mistral" for an architecture
     report = export_gguf(source, tmp_path / "model.gguf", weights=weights)
@@ -113,7 +118,7 @@ def test_transformers_runs_what_we_write(tmp_path, name, weights):
     ours = expected(source, weights)
     wanted, how = logits(ours), {"gguf_file": "model.gguf", "dtype": torch.float32}
     assert wanted.std() > 0.3
-    if "biased" in name:  # its reader knows nothing of such a Llama
+    if name in ("llama biased", "llama stretched"):  # its reader knows nothing of such a Llama
         (remark,) = report.remarks
         assert "llama.cpp reads them, and transformers leaves them out" in remark
         assert f"config=AutoConfig.from_pretrained('{source}')" in remark
@@ -230,9 +235,7 @@ def test_pieces_with_scores(tmp_path):
 
 
 def test_the_stretched_rotation_of_llama_3(tmp_path):
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
-    source = write_model(tmp_path / "source", "llama wide heads", rope_parameters=rope)
+    source = write_model(tmp_path / "source", "llama wide heads", rope_parameters=STRETCHED)
     assert export_gguf(source, tmp_path / "model.gguf").types["f32"] == 6
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(source), "cpu")

@@ -78,12 +78,13 @@ def export_gguf(
     words = _tokenizer(gguf, opened.description, model.vocabulary) if tokenizer else no_words
     with locked_folder(out):
         size = _write(model, out, _metadata(model) | words, model.data(progress))
-    remarks = []
-    if model.architecture == "llama" and any(name.endswith(".bias") for name in model.tensors):
-        remarks.append(
-            "this model has biases: llama.cpp reads them, and transformers leaves them out unless it gets "
-            f"config=AutoConfig.from_pretrained({str(opened.description)!r})"
-        )
+    biased = model.architecture == "llama" and any(name.endswith(".bias") for name in model.tensors)
+    unread = ["biases"] * biased + ["rotary factors (rope_type llama3)"] * (model.frequencies is not None)
+    remarks = [
+        f"this model has {each}: llama.cpp reads them, and transformers leaves them out unless it gets "
+        f"config=AutoConfig.from_pretrained({str(opened.description)!r})"
+        for each in unread
+    ]
     return GgufReport(out, size, model.architecture, model.types, remarks)
 
 
