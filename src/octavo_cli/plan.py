@@ -231,7 +231,7 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
         "GPUs": f"{plan.gpus} {setup.gpu.name}",
         "recipe": setup.recipe.name,
         "GEMMs": ", ".join(dict.fromkeys(backend.name for backend in plan.gemms.values())),
-        "tokens a step": f"{plan.tokens_per_step:,}",
+        "tokens a step": f"{plan.setup.config.step_tokens:,}",
     }
     found |= {f"GB {_name(name)}": _digits(size / 1e9, 2) for name, size in memory.parts.items()}
     found |= {

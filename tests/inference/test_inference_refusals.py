@@ -78,7 +78,7 @@ ROWS = {
     "nothing": (lambda: run_with_cache(row=[0] * 9), ValueError, "padding on the left only"),
     "queries by keys": (lambda: run_with_cache(torch.ones(3, 1, 9, 9).tril().bool()), ValueError, "two-dimensional"),
     "gemma2": (lambda: cache_of(Gemma2Config(sliding_window=99)), UnservedError, r"without a softcap \(attn_logit"),
-    "deepseek": (lambda: cache_of(DeepseekV3Config()), UnservedError, r"of heads.*latents \(kv_lora_rank\)"),
+    "deepseek": (lambda: cache_of(DeepseekV3Config()), UnservedError, r"of one size, and no latents \(kv_lora"),
     "qwen3next": (lambda: cache_of(Qwen3NextConfig()), UnservedError, r"of the kind \['linear_attention'\]"),
     "rwkv": (lambda: OwnCacheSession(built("rwkv")), UnservedError, "takes no cache: octavo.load"),
     "no tokens": (lambda: cache_of(max_tokens=0), ValueError, "at least one token"),

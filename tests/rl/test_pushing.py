@@ -301,8 +301,8 @@ def of_dora():
         ("qwen3", CHANNEL, LLAMA, "the trained model has no .*q_norm.weight: load the folder of"),
         ("llama", CHANNEL, partial(built, "llama", intermediate_size=512), r"is \[512, 128\] in the.*\[256, 128\]"),
         ("qwen2", CHANNEL, untied, "lm_head.weight are one tensor in the served model, and two in the trained"),
-        ("llama", CHANNEL, partial(last_as, dtype=torch.float64), "down_proj.weight is torch.float64 on cpu in"),
-        ("llama", CHANNEL, partial(last_as, device="meta"), "down_proj.weight is torch.float32 on meta in"),
+        ("llama", CHANNEL, partial(last_as, dtype=torch.float64), "down_proj.weight is torch.float64 on cpu: load it"),
+        ("llama", CHANNEL, partial(last_as, device="meta"), "down_proj.weight is torch.float32 on meta: load it in"),
         ("llama", CHANNEL, of_dora, "q_proj.weight has adapters that are no plain LoRA: merge them"),
     ],
 )

@@ -14,7 +14,7 @@ import octavo
 from octavo.inference.transformers_cache import CACHE
 from octavo.integrations.peft import support
 from octavo.report.training_page import page_of_runs
-from octavo.rl import DriftError, parity, push, same_bits
+from octavo.rl import DriftError, parity, push
 from octavo.train.run_records import read_runs
 from octavo.watching.storage import read_watch
 
@@ -70,15 +70,6 @@ def test_models_of_the_same_bits_have_no_sources(made):
     del other.octavo_engine
     found = parity(served, other, IDS)
     assert (found.kl, found.mean, found.first) == (0.0, 0.0, "")
-
-
-def test_the_mode_of_the_same_bits_leaves_no_source(made):
-    model, served = built("llama", seed=1), octavo.load(made("llama", scheme="channel"))
-    octavo.convert(model)
-    push(model, served)
-    with same_bits(model, served):
-        found = parity(model, served, IDS)
-    assert {found.kl, *alone(found).values()} == {0.0}
 
 
 def one_byte(served):

@@ -8,7 +8,7 @@ from tiny_models import folder_maker, open_theirs, with_slow
 
 import octavo
 from octavo.inference.transformers_cache import CACHE
-from octavo.rl import log_probabilities, push, same_bits
+from octavo.rl import log_probabilities, parity, push, same_bits
 
 RECIPES = ["rowwise", "rowwise_forward"]
 
@@ -59,6 +59,7 @@ def test_parameters_in_float32(folders, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = forward(trained, texts, given["attention_mask"])
         assert torch.equal(logits.float(), steps)
+        assert {kl for _, kl, _ in parity(trained, served, texts).sources} == {0.0}
         logits.float().logsumexp(-1).sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in trained.parameters())
 

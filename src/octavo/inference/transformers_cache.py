@@ -178,8 +178,9 @@ def scales_from_calibration(
 def _check_model(config: Any, max_tokens: int) -> None:
     if getattr(config, "attn_logit_softcapping", None):
         raise UnservedError("QuantizedKVCache serves attention without a softcap (attn_logit_softcapping)")
-    if getattr(config, "kv_lora_rank", None):
-        raise UnservedError("QuantizedKVCache serves keys and values of heads; the model has latents (kv_lora_rank)")
+    key_dim, value_dim = (getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    if key_dim != value_dim or getattr(config, "kv_lora_rank", None):  # DeepSeek's latents, whatever its heads
+        raise UnservedError("QuantizedKVCache serves keys and values of one size, and no latents (kv_lora_rank)")
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:
         raise UnservedError(

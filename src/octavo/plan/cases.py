@@ -73,14 +73,9 @@ class TrainingPlan:
         return self.memory.peak <= self.setup.gpu.memory
 
     @property
-    def tokens_per_step(self) -> int:
-        config = self.setup.config
-        return config.batch * config.accumulate * config.context
-
-    @property
     def tokens_per_second(self) -> float:
         """Tokens that one GPU trains on in a second."""
-        return self.tokens_per_step / self.time.total / self.gpus
+        return self.setup.config.step_tokens / self.time.total / self.gpus
 
     @property
     def utilization(self) -> float:
@@ -215,7 +210,7 @@ class TrainingPlan:
             "gemms": {name: backend.name for name, backend in self.gemms.items()},
             "gpu": setup.gpu.name,
             "gpus": self.gpus,
-            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_step": self.setup.config.step_tokens,
             "memory": {**memory.parts, "peak": memory.peak, "offloaded": memory.offloaded, "moment": memory.moment},
             "fits": self.fits,
             "largest_batch": self.largest_batch,

@@ -41,8 +41,7 @@ class Layer:
 @dataclass(frozen=True)
 class Attention:
     """The features of a token over all heads of an attention; key and value heads may be shared by query heads.
-    `cached` are those in the KV cache, where they are not the keys and values (DeepSeek's MLA). `normed` are those of
-    queries and keys that norms of heads read (Qwen3's)."""
+    `cached` are those in the KV cache, where they are not the keys and values (DeepSeek's MLA)."""
 
     heads: int
     queries: int
@@ -51,7 +50,7 @@ class Attention:
     output: int
     causal: bool = True
     cached: int | None = None
-    normed: int = 0
+    normed: int = 0  # queries and keys that norms of heads read (Qwen3)
 
     @property
     def key_heads(self) -> int:

@@ -96,6 +96,7 @@ def adapters_of(wrapper: Any) -> list[str]:
 
 def transformers_model(model: nn.Module, function: str) -> Any:
     """The model of transformers in its wrappers; a TypeError, which names the public `function`, if there is none."""
+    check_module(model, function)
     found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if found is None:
         raise TypeError(f"{function} takes a model of transformers, got a {type(model).__name__}: open its folder so")
@@ -326,8 +327,7 @@ def _misfit(name: str, sources: Mapping[str, Place], held: Place, cast: Cast | N
     if mine != theirs:
         return f"{name} is {mine} in the trained model, and {theirs} in the served one: {_OTHER}"
     if source.tensor.is_meta or (cast is not None and source.tensor.dtype == torch.float64):
-        at = f"{source.tensor.dtype} on {source.tensor.device}"
-        return f"{name} is {at} in the trained model: load it in float32, bfloat16 or float16, on a device"
+        return f"{name} is {source.tensor.dtype} on {source.tensor.device}: load it in float32, bfloat16 or float16"
     wrapper, packed = source.adapters, held.module
     if reason := _misfit_of_adapters(name, wrapper):
         return reason

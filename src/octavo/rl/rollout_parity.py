@@ -29,7 +29,6 @@ from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear
 from octavo.inference.session import Prompts, read_prompts
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.module_tools import check_module
 from octavo.ops import quantize, quantize_matrices
 from octavo.rl.pushing import Place, adapters_of, is_scale, places, recipe_of, transformers_model, whole
 from octavo.util import Table
@@ -101,8 +100,6 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
     Example:
         >>> octavo.rl.parity(model, served, batch).check(kl=0.01)
     """
-    for each in (trained, served):
-        check_module(each, "parity")
     ids, mask = (batch["input_ids"], batch.get("attention_mask")) if hasattr(batch, "keys") else (batch, None)
     runs = _Runs(trained, served, read_prompts(ids, mask, ids.device), mask)
     if other := [type(model).__name__ for model in runs.models if not is_language_model(model)]:

@@ -111,8 +111,7 @@ def _reason(model: Any) -> str:
     layers = list(getattr(inner, "layers", ()))
     if not layers or not all(map(is_known, layers)) or len(layers) != model.config.num_hidden_layers:
         return "it takes transformers' Llama, Mistral, Qwen2 and Qwen3 as causal language models"
-    named = inner.layers.named_modules()
-    linears = {name: each for name, each in named if isinstance(each, nn.Linear | PackedLinear)}
+    linears = {name: each for name, each in inner.layers.named_modules() if isinstance(each, nn.Linear | PackedLinear)}
     other = next((name for name, linear in linears.items() if not _is_covered(linear)), "")
     dtypes = {p.dtype for p in model.parameters()} - {torch.bfloat16, torch.float32}
     engine, config = getattr(model, "octavo_engine", None), model.config

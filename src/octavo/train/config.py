@@ -400,6 +400,11 @@ class Config:
         object.__setattr__(self, "derived", self.derived | derived)
         _check(self)
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that all processes read in a step."""
+        return self.batch * self.accumulate * self.context
+
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""
         values: dict[str, Any] = {name: attrgetter(name)(self) for name in settings_of(Config)}

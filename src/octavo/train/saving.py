@@ -43,8 +43,7 @@ from octavo.train.processes import pin, rank, same_outcome, unpin, world_size
 from octavo.util import check_kinds
 from octavo.version import __version__
 
-# Of train.json, in which former versions wrote no tokens.
-_DESCRIBED = {"step": int, "skipped_steps": int, "fingerprint": str, "tokens": int | None, "scaler": dict}
+_DESCRIBED = {"step": int, "skipped_steps": int, "fingerprint": str, "tokens": int | None, "scaler": dict}  # train.json
 
 
 @dataclass

@@ -463,8 +463,7 @@ def prepare_run(
     processes.print_line(console, header_text(config, degrees, made, device, corpus))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     optimizer = make_optimizer(made.model, config)
-    tokens = config.batch * config.accumulate * config.context
-    state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint, step_tokens=tokens)
+    state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint, step_tokens=config.step_tokens)
     if isinstance(optimizer, HostAdamW):
         state.hosted = HostMasters(made.model, models.find_blocks(made.model), optimizer, device, config)
         lock.callback(state.hosted.close)
@@ -493,7 +492,7 @@ def header_text(
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
     if config.lora:
         kind = f"{trained:,} of them trained, in adapters of rank {config.lora}"
-    each = config.batch * config.accumulate * config.context
+    each = config.step_tokens
     epochs = config.steps * each / len(corpus.train)
     decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
     text = ", ".join(config.data)
