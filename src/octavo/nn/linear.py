@@ -268,7 +268,7 @@ def convert_layer(module: Any, ours: type[RecipeLayer], recipe: Recipe, name: st
 
     An `nn.Linear` becomes a `Linear`. The class of another becomes a subclass of `ours` and of its own.
     """
-    added = PREPARED if type(module) is ParallelLinear else ADDED
+    added = PREPARED if isinstance(module, ParallelLinear) else ADDED
     if type(module) in (nn.Linear, ParallelLinear):
         module.__class__ = ours
     else:
