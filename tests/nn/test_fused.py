@@ -130,7 +130,6 @@ def test_layers_with_and_without_a_bias_side_by_side() -> None:
     block = converted_model(oracle.NormThenLinears(oracle.make_norm("rms", 64), 64, (40, 17, 1), (False, True, False)))
     x = oracle.tokens(7)
     oracle.check(oracle.exact(block, x, None, torch.float32), oracle.run(block, block, x), oracle.FLOAT32_DB)
-    assert block.to("meta")(x.to("meta"))[0].shape == (7, 40)  # where no autocast is
 
 
 def test_a_low_precision_delta_leaves_the_stream_as_precise_as_it_was() -> None:

@@ -43,8 +43,8 @@ def _copied(forward: Any) -> FunctionType | None:
 
 def _rotate(theirs: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     plain = q.requires_grad and k.requires_grad and not (options or cos.requires_grad or sin.requires_grad)
-    tables = [q.dtype]
-    if torch.is_autocast_enabled(q.device.type) and q.dtype == torch.get_autocast_dtype(q.device.type):
+    tables, device = [q.dtype], q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and q.dtype == torch.get_autocast_dtype(device):
         tables.append(torch.float32)  # q and k are rounded here, as autocast rounds them before they are multiplied
     if plain and q.dtype == k.dtype and cos.dtype in tables and q.shape[-1] == cos.shape[-1]:
         return _TurnHeads.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
