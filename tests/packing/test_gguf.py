@@ -141,7 +141,7 @@ def fields(path):
 
 def test_what_gguf_reads(tmp_path):
     source = write_model(tmp_path / "mine", "llama wide heads")
-    (source / "README.md").write_text("---\ntags: [tiny]\nlicense: apache-2.0\n---\n# Mine\n")
+    (source / "README.md").write_text("---\ntags: [tiny]\nlicense: 'apache-2.0'\n---\n# Mine\n")
     report = export_gguf(source, tmp_path / "model.gguf")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     types = [tensor.tensor_type.name.lower() for tensor in reader.tensors]

@@ -49,7 +49,7 @@ class Statistics:
         self.tokens = 0
         self.channel_amax = torch.empty(0)
         self.history: list[float] = []
-        # The bins of the histogram from `_first` on. In files, and so of 10,000 experts, they are those in use.
+        # The counts of the bins from `_first` on. Read from a file, they are those in use: experts have 10,000 sites.
         self._first, self._counts = 0, torch.zeros(0, dtype=torch.int64)
 
     @property

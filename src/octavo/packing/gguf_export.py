@@ -193,7 +193,7 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
 
 def _metadata(model: _Model) -> dict[str, Any]:
     arch, name = model.architecture, model.source.origin.name
-    named = re.match(r"---\n(?:(?!---).*\n)*?license: *([\w.-]+)", read_card(model.source.description))
+    named = re.match(r"---\n(?:(?!---).*\n)*?license: *['\"]?([\w.-]+)", read_card(model.source.description))
     return {
         # transformers takes a Llama with the name "mistral" for an architecture of that name, which GGUF does not have.
         "general.name": name.capitalize() if name == "mistral" else name,
