@@ -193,11 +193,12 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
 
 def _metadata(model: _Model) -> dict[str, Any]:
     arch, name = model.architecture, model.source.origin.name
+    # The model card begins with YAML between lines of three dashes.
     named = re.match(r"---\n(?:(?!---).*\n)*?license: *['\"]?([\w.-]+)", read_card(model.source.description))
-    return {
+    licence = {"general.license": named[1]} if named else {}
+    return licence | {
         # transformers takes a Llama with the name "mistral" for an architecture of that name, which GGUF does not have.
         "general.name": name.capitalize() if name == "mistral" else name,
-        "general.license": named[1] if named else "",
         "general.file_type": 7 if "q8_0" in model.types else 1,
         "general.quantization_version": 2,
         f"{arch}.vocab_size": model.vocabulary,
