@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from octavo.inference.kv_cache import DTYPES, ModelKVCache, Pairs
 from octavo.models.decoder import Decoder
+from octavo.nn.module_tools import autocast_dtype
 from octavo.util import plural
 
 # ---- The forward pass over new tokens and a cache of fixed size, for models of `octavo.models` and of transformers.
@@ -84,16 +85,15 @@ def key_shape(model: Any, dtype: str | None) -> KeyShape:
 def key_dtype(model: nn.Module) -> torch.dtype:
     """The dtype that the keys of a model have: that of autocast, or of its parameters."""
     weight = next(p for p in model.parameters() if p.is_floating_point())
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return autocast_dtype(weight.device.type) or weight.dtype
 
 
 def uncached_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast as it is, without its cache of cast weights: a CUDA graph must not read memory that autocast frees."""
-    kind = device.type
-    if kind == "cpu" or not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(device.type)
+    if device.type == "cpu" or dtype is None:
         return nullcontext()
-    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 # ---- Prompts of a batch: token ids that end at the same place, with padding on the left of the shorter ones.

@@ -369,7 +369,7 @@ class Stack:
             return given[0] if given else None
         pairs = zip(self.weights, self.biases, strict=True)
         parts = [given[0].new_zeros(w.shape[0]) if b is None else b for w, b in pairs]
-        # Autocast to BF16 joins no FP16 on a CPU. The meta device has no autocast.
+        # Autocast of a CPU to BF16 joins no FP16, and the meta device has none.
         with torch.autocast("cpu" if given[0].is_meta else given[0].device.type, enabled=False):
             return torch.cat(parts)
 

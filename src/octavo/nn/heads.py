@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.module_tools import differentiable_once, watched
+from octavo.nn.module_tools import autocast_dtype, differentiable_once, watched
 from octavo.ops import turn_heads
 
 
@@ -43,10 +43,9 @@ def _copied(forward: Any) -> FunctionType | None:
 
 def _rotate(theirs: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     plain = q.requires_grad and k.requires_grad and not (options or cos.requires_grad or sin.requires_grad)
-    tables, device = [q.dtype], q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and q.dtype == torch.get_autocast_dtype(device):
-        tables.append(torch.float32)  # q and k are rounded here, as autocast rounds them before they are multiplied
-    if plain and q.dtype == k.dtype and cos.dtype in tables and q.shape[-1] == cos.shape[-1]:
+    # With angles in float32, q and k are rounded here, as autocast rounds them before they are multiplied.
+    known = cos.dtype == q.dtype or (cos.dtype == torch.float32 and q.dtype == autocast_dtype(q.device.type))
+    if plain and known and q.dtype == k.dtype and q.shape[-1] == cos.shape[-1]:
         return _TurnHeads.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
     return theirs(q, k, cos, sin, **options)
 

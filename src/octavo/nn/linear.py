@@ -16,6 +16,7 @@ from octavo.nn.linear_function import FusedCall, LinearCall, linear
 from octavo.nn.module_tools import (
     AdaptedLayer,
     PrecomputedProjections,
+    autocast_dtype,
     check_call,
     check_input,
     mix_into,
@@ -294,9 +295,7 @@ def restore_layer(module: Any) -> bool:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of y and of unquantized GEMMs: autocast's, or that of the input."""
-    device = x.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast to ask
-    return torch.get_autocast_dtype(device) if on else x.dtype
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 # ---- `Conv1D`, the linear layer of transformers' GPT-2, computed by a recipe.

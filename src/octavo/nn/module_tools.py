@@ -142,6 +142,12 @@ def exchanged(x: Tensor, way: Way, back: Way) -> Tensor:
     return _Exchanged.apply(x, way, back)  # type: ignore[no-untyped-call]
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast on a kind of device; None where it is off, and on "meta", which has none."""
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `backward` so that differentiating its gradients again (`create_graph=True`) raises an error."""
 
