@@ -134,9 +134,14 @@ class Statistics:
             )
         return scale_from_amax(torch.tensor(chosen), E4M3)
 
+    def in_use(self) -> tuple[Tensor, Tensor]:
+        """The magnitudes that were seen, ascending, float32, and how often each was, float64, on the CPU."""
+        histogram = self.histogram.cpu()
+        bins = histogram.nonzero().flatten()
+        return _magnitudes(bins.device)[bins], histogram[bins].double()
+
     def _mse_scale(self) -> Tensor:
-        seen = self.histogram.cpu().nonzero().flatten()
-        x, counts = _magnitudes(torch.device("cpu"))[seen], self.histogram.cpu()[seen].double()
+        x, counts = self.in_use()
         steps = torch.arange(5 * 8 + 1, dtype=torch.float64) / 8  # five octaves, each in eight steps
         grid = scale_from_amax((self.amax / 2**steps).float(), E4M3)
         errors = [(counts * (x - cast(x / s, E4M3).float() * s).double().square()).sum() for s in grid]
@@ -149,13 +154,14 @@ class Statistics:
     def to_tensors(self) -> dict[str, Tensor]:
         """The statistics as tensors on the CPU: tokens int64 [], channel_amax float32 [K], history float32 [batches],
         and the bins of the histogram from the first in use to the last, int64 [bins], with `first_bin` int64 []."""
-        used = self.histogram.cpu().nonzero().flatten()
+        histogram = self.histogram.cpu()
+        used = histogram.nonzero().flatten()
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, -1)
         return {
             "tokens": torch.tensor(self.tokens),
             "channel_amax": self.channel_amax.cpu(),
             "history": torch.tensor(self.history, dtype=torch.float32),
-            "histogram": self.histogram.cpu()[first : last + 1].clone(),
+            "histogram": histogram[first : last + 1].clone(),
             "first_bin": torch.tensor(first),
         }
 

@@ -159,10 +159,10 @@ class Verification:
                 "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "
                 "folder that octavo pack --smooth or --rotate wrote"
             )
-        in_model = {self.meta_model.file_name(name): name for name, _ in self.meta_model.model.named_modules()}
-        kept = {name: in_model.get(of, of) for name, of in scale_names(files, self.layers).items()}
+        kept = scale_names(files, self.layers)
         if kept and self.calibration is not None:
-            check_scales(files, kept, self.calibration)
+            in_model = {self.meta_model.file_name(name): name for name, _ in self.meta_model.model.named_modules()}
+            check_scales(files, {name: in_model.get(of, of) for name, of in kept.items()}, self.calibration)
         elif kept:
             files.remarks.append(f"{next(iter(kept))} ({len(kept)} stored scales) was not judged: give --calibration")
         for name, spec in self.layers.items():
@@ -372,7 +372,7 @@ def _by_amax(seen: Statistics) -> list[float]:
 
 
 def _by_percentile(seen: Statistics) -> list[float]:
-    magnitudes, counts = _histogram(seen)
+    magnitudes, counts = seen.in_use()
     ends = counts.cumsum(0)
     rank = _PERCENT / 100 * (float(ends[-1]) - 1)
     low, high = (float(magnitudes[int((ends <= at).sum())]) for at in (rank // 1, -(-rank // 1)))
@@ -381,16 +381,10 @@ def _by_percentile(seen: Statistics) -> list[float]:
 
 def _by_error(seen: Statistics) -> list[float]:
     """The scales of least squared error: often several, as half a scale gives an e4m3 number the same error."""
-    x, counts = _histogram(seen)
+    x, counts = seen.in_use()
     grid = torch.tensor([max(_by_amax(seen)[0] * 2 ** (-i / 8), 2.0**-126) for i in range(41)])
     errors = torch.stack([(counts * (x - layer_spec.nearest(x / s, _E4M3) * s).double().square()).sum() for s in grid])
     return grid[errors <= errors.min() * (1 + 1e-6)].tolist()
-
-
-def _histogram(seen: Statistics) -> tuple[Tensor, Tensor]:
-    """The magnitudes that were seen, ascending, float32, and how often, float64."""
-    bits = seen.histogram.nonzero().flatten()
-    return bits.to(torch.int16).view(torch.bfloat16).float(), seen.histogram[bits].double()
 
 
 _RULES: dict[Any, Any] = {"amax": _by_amax, "percentile": _by_percentile, "mse": _by_error}
