@@ -65,13 +65,22 @@ llama_only = pytest.mark.parametrize("source", ["llama"], indirect=True)
 
 @llama_only
 def test_the_run_describes_no_weights_that_it_does_not_have(begin, source, tmp_path):
-    """A large model comes in several files, with an index of them."""
+    """A large model comes in several files, with an index of them. What was folded is for `octavo pack`."""
     transformers.AutoModelForCausalLM.from_pretrained(source).save_pretrained(source, max_shard_size="20KB")
     assert (source / "model.safetensors.index.json").is_file()
-    (source / "LICENSE").write_text("It goes with the weights.")
+    copied = {"LICENSE", "octavo.json", "modules.json", "1_Pooling/config.json", "additional_chat_templates/tool.jinja"}
+    for name in (*copied, "1_Pooling/pytorch_model.bin"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text('[{"path": "1_Pooling"}]')
+    with pytest.raises(ArtifactError, match=r"pytorch_model.bin is a pickle"):
+        begin(model=str(source), steps=3)
+    assert not (tmp_path / "run").exists()
+    (source / "1_Pooling" / "pytorch_model.bin").unlink()
     begin(model=str(source), steps=3).run()
-    described = sorted(path.name for path in (tmp_path / "run" / "model").iterdir())
-    assert described == ["LICENSE", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    folder = tmp_path / "run" / "model"
+    described = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    own = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert described == copied | own
 
 
 def describe(source, **changes):

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 
-from octavo.checkpoint.files import SUFFIX, ArtifactError, check_path, read_json, replace_file
+from octavo.checkpoint.files import RECORD, SUFFIX, ArtifactError, check_path, read_json, replace_file
 from octavo.util import build, hub_hint, reading
 
 # ---- A folder, of a run or of output, has one writer at a time; one of output appears whole or not at all.
@@ -215,14 +215,9 @@ def _flush_entry(path: Path) -> None:
 _DESCRIBES = re.compile(
     r"\.(json|txt|model|jinja|spm|tiktoken)$|(?i:licen[cs]e|notice|copying|use.policy|terms.of).*(?<!\.py)$"
 )
-_NOT_COPIED = ("config.json", "octavo.json", "adapter_config.json", "hf_quant_config.json")  # layouts have the last
+_NOT_COPIED = ("config.json", RECORD, "adapter_config.json", "hf_quant_config.json")  # layouts have the last
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MODULES, CARD, TEMPLATES = "modules.json", "README.md", "additional_chat_templates"
-
-
-def describes(path: Path) -> bool:
-    """True for a file of a model's folder that holds no tensors and no index of them: settings, tokenizer, licence."""
-    return path.is_file() and bool(_DESCRIBES.search(path.name)) and not path.name.endswith(".index.json")
 
 
 def check_links(folder: Path) -> None:
@@ -260,18 +255,33 @@ def _check_link(path: Path, folder: Path) -> None:
 
 
 def copy_description(source: Path, target: Path) -> None:
-    """Copy the files of a model folder that are neither config.json nor tensors. An ArtifactError if a file is a link
-    out of `source` (`check_links`), or if modules.json is damaged or names a folder outside of `source`. Also if a
-    module there has its tensors in a pickle."""
-    check_links(source)
-    for path in sorted(source.iterdir()):
-        if describes(path) and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, target / path.name)
-    for name in _modules(source):
-        _copy_module(source / name, target / name)
+    """Copy the files of a model folder that are neither config.json nor tensors of the model. Raises the errors of
+    `described_files`."""
+    for path in described_files(source):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
 
 
-def _modules(source: Path) -> Iterator[str]:
+def described_files(folder: Path) -> list[Path]:
+    """The files that `copy_description` copies. An ArtifactError if a file is a link out of `folder` (`check_links`),
+    or if modules.json is damaged or names a folder outside of it. Also if a module has its tensors in a pickle."""
+    check_links(folder)
+    named = (path for path in sorted(folder.iterdir()) if path.is_file() and _DESCRIBES.search(path.name))
+    found = [path for path in named if path.name not in _NOT_COPIED and not path.name.endswith(".index.json")]
+    for module in _modules(folder):
+        files = [path for path in sorted(module.rglob("*")) if path.is_file()]
+        pickles = [path for path in files if path.suffix in _PICKLES]
+        if pickles and not any(path.suffix == SUFFIX for path in files):
+            raise ArtifactError(
+                f"{pickles[0]} is a pickle, which can run code and is not copied: save the model with safetensors "
+                "(sentence-transformers' save does)"
+            )
+        found += [path for path in files if path not in pickles]
+    return found
+
+
+def _modules(source: Path) -> Iterator[Path]:
     """The folders that are copied: of the modules, and of further chat templates."""
     listed, names = source / MODULES, [TEMPLATES]
     if listed.is_file():
@@ -284,19 +294,7 @@ def _modules(source: Path) -> Iterator[str]:
         if PurePosixPath(name).parts and (source / name).is_dir():
             for path in (source / name, *(source / name).rglob("*")):
                 _check_link(path, source)
-            yield name
-
-
-def _copy_module(source: Path, target: Path) -> None:
-    """Copy the folder of a module with its tensors; a pickle is left behind where there are safetensors."""
-    pickles = sorted(path for path in source.rglob("*") if path.suffix in _PICKLES)
-    if pickles and not any(source.rglob(f"*{SUFFIX}")):
-        raise ArtifactError(
-            f"{pickles[0]} is a pickle, which can run code and is not copied: save the model with safetensors "
-            "(sentence-transformers' save does)"
-        )
-    without = shutil.ignore_patterns(*(f"*{suffix}" for suffix in _PICKLES))
-    shutil.copytree(source, target, ignore=without, copy_function=shutil.copyfile, dirs_exist_ok=True)
+            yield source / name
 
 
 # ---- The folder of a training run.

@@ -254,10 +254,13 @@ def _prepared(model: Any, config: Config) -> nn.Module:
     return model
 
 
+PACKED = ("quantization_config", "compression_config")  # the entries of config.json that state a quantization
+
+
 def is_packed(folder: Path) -> bool:
     """True if a model folder states a quantization."""
-    stated = read_json(folder / "config.json").keys()
-    return bool(stated & {"quantization_config", "compression_config"}) or (folder / SIDE_FILE).is_file()
+    stated = read_json(folder / "config.json")
+    return any(key in stated for key in PACKED) or (folder / SIDE_FILE).is_file()
 
 
 def check_folder(folder: Path, config: Config) -> None:

@@ -30,9 +30,16 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
-from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import BUILT_IN_MODELS, Actions, RunFolder, check_links, describes, locked_folder, writing
-from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
+from octavo.checkpoint.files import RECORD, ArtifactError, read_json
+from octavo.checkpoint.folder import (
+    BUILT_IN_MODELS,
+    Actions,
+    RunFolder,
+    copy_description,
+    described_files,
+    locked_folder,
+    writing,
+)
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
@@ -369,7 +376,7 @@ def settle(config: Config) -> Config:
     if RunFolder(folder).has_model:
         raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
     models.check_folder(folder, config)
-    check_links(folder)
+    described_files(folder)  # raises what copying them would
     context = {"context": min(config.context, models.positions_of(folder))} if "context" in config.derived else {}
     return _absolute_paths(config.change(model=str(folder), **context))
 
@@ -396,16 +403,16 @@ def _describe(trainer: Trainer) -> None:
         write_settings(config, run)  # first: a job that is started again knows the folder by them
         run.model.mkdir()
         if config.model in BUILT_IN_MODELS:
-            described: Any = trainer.model.config
-            (run.model / "config.json").write_text(json.dumps(described.to_hf(), indent=2) + "\n")
+            made: Any = trainer.model.config
+            described = made.to_hf()
             trainer.data.tokenizer.save(run.model)
-            return
-        source = Path(config.model)
-        for path in sorted(source.iterdir()):  # all but the weights, and what a packed folder says of them
-            if describes(path) and path.name != SIDE_FILE:
-                shutil.copy(path, run.model / path.name)
-        if models.is_packed(source):
-            write_config(run.model, {k: v for k, v in read_config(source).items() if k != "quantization_config"})
+        else:
+            source = Path(config.model)
+            described = {k: v for k, v in read_json(source / "config.json").items() if k not in models.PACKED}
+            copy_description(source, run.model)
+            if (source / RECORD).is_file():
+                shutil.copy(source / RECORD, run.model)  # for octavo pack: what was folded into the weights
+        (run.model / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def prepare_run(
