@@ -33,6 +33,11 @@ def test_a_run_resumes(printed, records, old: Path, name: str) -> None:
     assert records(old / name, "evaluation_loss")[steps] == pytest.approx(loss, rel=1e-4 if name == "run" else 1e-2)
 
 
+def test_tokens_that_an_older_version_read_are_counted_by_the_batch_of_then(printed, records, old: Path) -> None:
+    printed("train", "--resume", old / "run", "--steps", "14", "--batch", "6")
+    assert records(old / "run", "tokens")[14] == 12 * 128 + 2 * 6 * 32
+
+
 def resume_sharded(_rank: int, run: str) -> None:
     sys.argv = ["octavo", "train", "--resume", run, "--steps", "12"]
     with pytest.raises(SystemExit) as ended:

@@ -40,6 +40,7 @@ from octavo.scales import cast_once, load_scale_state, scale_state
 from octavo.train.host_masters import HostMasters
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import pin, rank, same_outcome, unpin, world_size
+from octavo.train.settings import read_settings
 from octavo.util import check_kinds
 from octavo.version import __version__
 
@@ -58,7 +59,6 @@ class TrainState:
     step: int = 0
     skipped_steps: int = 0
     tokens: int = 0  # read so far
-    step_tokens: int = 0  # read in a step of this run
     hosted: HostMasters | None = None  # of a run with optimizer.masters = "host"
 
     def on_device(self, *, beside: bool = False) -> AbstractContextManager[None]:
@@ -106,7 +106,9 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
         load_scale_state(state.model, scales)
         _read_into(moments, optimizer)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
-    state.tokens = described.get("tokens") or state.step * state.step_tokens
+    state.tokens = described.get("tokens")
+    if state.tokens is None:  # of an older version
+        state.tokens = state.step * read_settings(RunFolder(folder.parent)).step_tokens
     if other_recipe:
         return
     if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same

@@ -181,7 +181,7 @@ class Trainer:
         state.optimizer.zero_grad()
         if self.delayed:
             update_scales(self.model, skipped=self.recent.bad)  # the scales stay with the weights
-        state.step, state.tokens = state.step + 1, state.tokens + state.step_tokens
+        state.step, state.tokens = state.step + 1, state.tokens + config.step_tokens
         if self.watch is not None:
             self.watch.step()
         self.recent.note(state.step, loss, norm)
@@ -234,7 +234,7 @@ class Trainer:
                 "gradient_norm": float(norm),
                 "tokens": state.tokens,
                 "seconds": round(seconds, 6),
-                "tokens_per_second": state.step_tokens * steps / seconds,
+                "tokens_per_second": config.step_tokens * steps / seconds,
                 "peak_memory": max(processes.gather(processes.peak_memory(state.device))),
                 "largest_weight": max(largest.values()),
             }
@@ -470,7 +470,7 @@ def prepare_run(
     processes.print_line(console, header_text(config, degrees, made, device, corpus))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     optimizer = make_optimizer(made.model, config)
-    state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint, step_tokens=config.step_tokens)
+    state = saving.TrainState(made.model, optimizer, scaler, device, corpus.fingerprint)
     if isinstance(optimizer, HostAdamW):
         state.hosted = HostMasters(made.model, models.find_blocks(made.model), optimizer, device, config)
         lock.callback(state.hosted.close)
