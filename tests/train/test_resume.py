@@ -262,12 +262,14 @@ def test_what_was_left_before_the_first_checkpoint_is_begun_anew(again, begin, r
 def test_a_second_start_and_a_resume_of_a_live_run_are_refused(begin, go_on, records, tmp_path):
     trainer = begin(recipe="bf16")
 
+    (tmp_path / "link").symlink_to("run")
+
     def disturb():
         with pytest.raises(LockedError, match=f"{tmp_path}/run is in use: process"):
             begin(recipe="bf16")
-        if trainer.state.step > 4:
+        for name in ("run", "link") if trainer.state.step > 4 else ():
             with pytest.raises(LockedError, match="is in use"):
-                go_on(tmp_path / "run")
+                go_on(tmp_path / name)
 
     before_steps(trainer, disturb)
     assert trainer.run().step == 8

@@ -80,7 +80,7 @@ def _attempt(folder: Path, path: Path) -> int | None:
 
 
 def _lock_file(folder: Path) -> Path:
-    folder = Path(os.path.abspath(folder))
+    folder = Path(os.path.realpath(folder))  # a link to a run is another name of it
     return folder.parent / f".{folder.name}.lock"
 
 
