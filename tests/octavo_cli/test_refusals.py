@@ -181,7 +181,7 @@ FILES = {
     "bad.jsonl": '{"text": "fine"}\nnot json\n',
     "surrogates.jsonl": '{"prompt": "a"}\n{"prompt": "b\\ud800"}\n',  # JSON can write surrogates, which are no text
 }
-OF_RUN = "is a checkpoint of the run fp8: give fp8, and to choose one --step"
+OF_RUN = "is a checkpoint of the run fp8: give fp8. A checkpoint is chosen by --step NUMBER, and in octavo train by"
 TRAIN, VERIFY = "train tiny.toml --data text.txt --out run", "verify packed --against fp8 --data text.txt"
 REFUSED = {
     "train --model packed --data text.txt --out tuned": "--lora 16.*octavo unpack",

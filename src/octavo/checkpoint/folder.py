@@ -461,7 +461,8 @@ def run_of(checkpoint: Path) -> Path | None:
 def refuse_checkpoint(folder: Path) -> None:
     """Raise an ArtifactError if a folder that should be a run or a model is a checkpoint of a run."""
     if run := run_of(folder):
-        raise ArtifactError(f"{folder} is a checkpoint of the run {run}: give {run}, and to choose one --step NUMBER")
+        choice = "A checkpoint is chosen by --step NUMBER, and in octavo train by --branch"
+        raise ArtifactError(f"{folder} is a checkpoint of the run {run}: give {run}. {choice}")
 
 
 def refuse_run(folder: Path) -> None:
