@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.gpu.harness import sized
-from octavo.models.decoder import causal_attention
 from octavo.models.llama import Block, LlamaConfig, rope_tables, rotate
 
 LLAMA = LlamaConfig(
@@ -51,8 +50,9 @@ class Attention(nn.Module):
 
     def forward(self, n: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (y.view(*y.shape[:2], -1, cos.shape[1]) for y in (self.q(n), self.k(n), self.v(n)))
-        heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        return self.o(causal_attention(*heads).transpose(1, 2).flatten(2))
+        q, k, v = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

@@ -34,20 +34,41 @@ from octavo.nn.attention_layers import GradientScales, attend_fp8
 KVCache = Any  # an `octavo.inference.kv_cache.ModelKVCache`
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, fp8: GradientScales | None = None
-) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v, where token t sees the tokens 0..t.
+class Dropout(nn.Dropout):
+    """An `nn.Dropout` that draws no random number if its probability is 0."""
 
-    q[B, heads, T, head_dim], k and v[B, kv_heads, T, head_dim] with heads a multiple of kv_heads (query head h reads
-    key head h * kv_heads // heads). Each probability is dropped with the probability `dropout`. Returns
-    [B, heads, T, head_dim] in q's dtype. With `fp8` it is computed in E4M3 (`octavo.nn.attention_layers`), unless
-    there is dropout or the text is short.
-    """
-    if fp8 is not None and fp8.takes(q, k, dropout):
-        return attend_fp8(q, k, v, fp8)
-    gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.p else x
+
+
+class CausalAttention(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v, where token t sees the tokens 0..t, and the layers before it. A subclass has
+    the layer after it. In training each probability is dropped with that of the configuration."""
+
+    layer_after: ClassVar[str]  # whose input is the result of PyTorch's attention (`octavo.nn.attention_layers`)
+
+    def __init__(self, config: Any, layer: int, kv_width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.width // config.heads
+        self.q_proj = nn.Linear(config.width, config.width, bias=bias)
+        self.k_proj = nn.Linear(config.width, kv_width, bias=bias)
+        self.v_proj = nn.Linear(config.width, kv_width, bias=bias)
+        self.dropout = Dropout(config.dropout)
+        self.fp8_gradients: GradientScales | None = None  # set by `octavo.nn.use_fp8_attention`
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+        """The attention of q [B, heads, T, head_dim], k and v [B, kv_heads, T, head_dim], [B, T, width]. Query head h
+        reads key head h * kv_heads // heads. Without a cache it is computed in E4M3 where `fp8_gradients` takes it."""
+        p = self.dropout.p if self.training else 0.0
+        if cache is not None:
+            y = cache.append(self.layer, k, v).attend(q, cache.first, self.head_dim**-0.5)
+        elif self.fp8_gradients is not None and self.fp8_gradients.takes(q, k, p):
+            y = attend_fp8(q, k, v, self.fp8_gradients)
+        else:
+            gqa = q.shape[1] != k.shape[1]
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p, enable_gqa=gqa)
+        return y.transpose(1, 2).flatten(2)
 
 
 # ---- The configuration of a decoder, and the fields of a config.json that say the same.
@@ -90,18 +111,6 @@ def check_features(hf: Mapping[str, Any], kind: str, supported: Mapping[str, Any
 
 
 INIT_STD = 0.02
-
-
-class Dropout(nn.Dropout):
-    """An `nn.Dropout` that draws no random number if its probability is 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.p else x
-
-    @property
-    def now(self) -> float:
-        """The probability in the module's mode: 0 in evaluation."""
-        return self.p if self.training else 0.0
 
 
 class Decoder(nn.Module, ABC):

@@ -15,9 +15,8 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention, check_features, read_sizes, write_sizes
+from octavo.models.decoder import CausalAttention, Decoder, Dropout, KVCache, check_features, read_sizes, write_sizes
 from octavo.nn import GELU, NormLinear
-from octavo.nn.attention_layers import GradientScales
 
 ARCHITECTURE = "OPTForCausalLM"
 SIZES = ("vocabulary", "layers", "width", "heads", "context")
@@ -83,28 +82,17 @@ class GPT2Config:
         return config
 
 
-class Attention(nn.Module):
-    layer_after = "out_proj"  # whose input is the result of PyTorch's attention (`octavo.nn.attention_layers`)
+class Attention(CausalAttention):
+    layer_after = "out_proj"
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head_dim = config.width // config.heads
-        self.q_proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.k_proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.v_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        super().__init__(config, layer, config.width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.dropout = Dropout(config.dropout)
-        self.fp8_gradients: GradientScales | None = None  # set by `octavo.nn.use_fp8_attention`
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] from the outputs of the projections, [B, T, width] each."""
         q, k, v = (x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, d]
-        if cache is None:
-            y = causal_attention(q, k, v, dropout=self.dropout.now, fp8=self.fp8_gradients)
-        else:
-            y = cache.append(self.layer, k, v).attend(q, cache.first, q.shape[3] ** -0.5)
-        return self.dropout(self.out_proj(y.transpose(1, 2).flatten(2)))
+        return self.dropout(self.out_proj(self.attend(q, k, v, cache)))
 
 
 class Block(nn.Module):

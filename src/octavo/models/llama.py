@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention, check_features, read_sizes, write_sizes
+from octavo.models.decoder import CausalAttention, Decoder, Dropout, KVCache, check_features, read_sizes, write_sizes
 from octavo.nn import NormLinear, SwiGLU
-from octavo.nn.attention_layers import GradientScales
 
 ARCHITECTURE = "LlamaForCausalLM"
 SIZES = ("vocabulary", "layers", "width", "heads", "mlp_width", "context")
@@ -128,20 +127,12 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-class Attention(nn.Module):
-    layer_after = "o_proj"  # whose input is the result of PyTorch's attention (`octavo.nn.attention_layers`)
+class Attention(CausalAttention):
+    layer_after = "o_proj"
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head_dim = config.head_dim
-        kv_width = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.width, config.width, bias=False)
-        self.k_proj = nn.Linear(config.width, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.width, kv_width, bias=False)
+        super().__init__(config, layer, config.kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
-        self.dropout = Dropout(config.dropout)
-        self.fp8_gradients: GradientScales | None = None  # set by `octavo.nn.use_fp8_attention`
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] from the outputs of the projections: q [B, T, width], k and v [B, T, kv_width]."""
@@ -151,11 +142,7 @@ class Attention(nn.Module):
             return self.o_proj(y.transpose(1, 2).flatten(2))
         q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B, T, n, d]
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
-        if cache is None:
-            y = causal_attention(q, k, v, dropout=self.dropout.now, fp8=self.fp8_gradients)
-        else:
-            y = cache.append(self.layer, k, v).attend(q, cache.first, self.head_dim**-0.5)
-        return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))
+        return self.dropout(self.o_proj(self.attend(q, k, v, cache)))
 
 
 class Block(nn.Module):

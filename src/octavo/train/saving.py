@@ -106,9 +106,8 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
         load_scale_state(state.model, scales)
         _read_into(moments, optimizer)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
-    state.tokens = described.get("tokens")
-    if state.tokens is None:  # of an older version
-        state.tokens = state.step * read_settings(RunFolder(folder.parent)).step_tokens
+    tokens = described.get("tokens")  # which an older version did not write
+    state.tokens = state.step * read_settings(RunFolder(folder.parent)).step_tokens if tokens is None else tokens
     if other_recipe:
         return
     if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
