@@ -17,8 +17,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -111,7 +111,7 @@ class Trainer:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
         config, state = self.config, self.state
         evaluation = interrupted = None
-        clock, agreement = _Clock(state.step), processes.Agreement()
+        agreement, logged, seconds = processes.Agreement(), state.step, 0.0  # of the steps since the last log line
         with (
             self.lock,
             processes.collect_between_steps(),
@@ -124,11 +124,11 @@ class Trainer:
                 checkpoints, self.passes,
             ) as supervisor,
         ):  # fmt: skip
-            with clock.paused():
-                precision = step_metrics.precision_of(self.model, state.device)
-                start = {"dtypes": self._dtypes(), "started": step_metrics.start_of(state.device)}
-                metrics.write(state.step, data=self.data.read.to_dict(), precision=precision, **start)
+            precision = step_metrics.precision_of(self.model, state.device)
+            start = {"dtypes": self._dtypes(), "started": step_metrics.start_of(state.device)}
+            metrics.write(state.step, data=self.data.read.to_dict(), precision=precision, **start)
             while state.step < config.steps and interrupted is None:
+                began = time.perf_counter()
                 loss, norm = self.step()
                 processes.collect_young(state.step)
                 processes.show(self.console, "training", state.step, config.steps)
@@ -141,24 +141,23 @@ class Trainer:
                 logs = state.step % config.log_every == 0 or done or interrupted is not None
                 evaluates = state.step % config.evaluate_every == 0 or done
                 saves = state.step % config.save_every == 0 or done or interrupted is not None
-                if logs or evaluates or saves or state.step % CHECK_EVERY == 0:
-                    if state.device.type == "cuda":
-                        torch.cuda.synchronize(state.device)  # the clock counts the steps that the GPU still computes
-                    if state.hosted is not None:
-                        state.hosted.wait()
-                    with clock.paused():
-                        went_back = supervisor.check()
-                    if went_back:
-                        logs, evaluates, saves = False, False, interrupted is not None
+                checks = logs or evaluates or saves or state.step % CHECK_EVERY == 0
+                if checks and state.device.type == "cuda":
+                    torch.cuda.synchronize(state.device)  # the time is that of steps that the GPU still computes, too
+                if checks and state.hosted is not None:
+                    state.hosted.wait()
+                seconds += time.perf_counter() - began
+                if checks and supervisor.check():  # the run went back
+                    logs, evaluates, saves = False, False, interrupted is not None
                 if logs:
-                    self._log(metrics, clock, processes.mean_of_ranks(loss), norm)
-                with clock.paused():
-                    if evaluates:
-                        evaluation = self._evaluate_and_sample(metrics)
-                    waited = checkpoints.save(state) if saves else 0.0
-                    if waited >= 1:
-                        said = f"waited {waited:.0f} s for the disk to take the checkpoint before: raise save_every"
-                        processes.print_line(self.console, f"step {state.step}: {said}")
+                    self._log(metrics, max(state.step - logged, 1), seconds, processes.mean_of_ranks(loss), norm)
+                    logged, seconds = state.step, 0.0
+                if evaluates:
+                    evaluation = self._evaluate_and_sample(metrics)
+                waited = checkpoints.save(state) if saves else 0.0
+                if waited >= 1:
+                    said = f"waited {waited:.0f} s for the disk to take the checkpoint before: raise save_every"
+                    processes.print_line(self.console, f"step {state.step}: {said}")
         self.watch = None
         return Result(state.step, evaluation, interrupted)
 
@@ -223,35 +222,34 @@ class Trainer:
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision, self.loss)
 
-    def _log(self, metrics: step_metrics.Metrics, clock: "_Clock", loss: Tensor, norm: Tensor) -> None:
+    def _log(self, metrics: step_metrics.Metrics, steps: int, seconds: float, loss: Tensor, norm: Tensor) -> None:
+        """Write the numbers of the last of `steps` steps, which took so many seconds."""
         config, state = self.config, self.state
-        steps, seconds = clock.lap(state.step)
-        with clock.paused():
-            largest = step_metrics.largest_weights(self.model)
-            record: dict[str, Any] = {
-                "loss": float(loss),
-                "learning_rate": learning_rate(state.step - 1, config),
-                "gradient_norm": float(norm),
-                "tokens": state.tokens,
-                "seconds": round(seconds, 6),
-                "tokens_per_second": config.step_tokens * steps / seconds,
-                "peak_memory": max(processes.gather(processes.peak_memory(state.device))),
-                "largest_weight": max(largest.values()),
-            }
-            if config.precision == "fp16":
-                record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
-            each = record["tokens_per_second"] / processes.world_size()
-            if processes.world_size() > 1:
-                record["tokens_per_second_per_gpu"] = each
-            if (share := step_metrics.mfu(self.flops_per_token, each, state.device)) is not None:
-                record["mfu"] = share
-            left = seconds / steps * (config.steps - state.step)
-            step_metrics.show_progress(self.console, state.step, config.steps, record, left)
-            metrics.write(state.step, **record)
-            if metrics.boards:
-                metrics.draw(state.step, {f"weights/{name}/largest": value for name, value in largest.items()})
-                scales = step_metrics.scales_of(self.model)
-                metrics.draw(state.step, {f"scales/{name}": value for name, value in scales.items()})
+        largest = step_metrics.largest_weights(self.model)
+        record: dict[str, Any] = {
+            "loss": float(loss),
+            "learning_rate": learning_rate(state.step - 1, config),
+            "gradient_norm": float(norm),
+            "tokens": state.tokens,
+            "seconds": round(seconds, 6),
+            "tokens_per_second": config.step_tokens * steps / seconds,
+            "peak_memory": max(processes.gather(processes.peak_memory(state.device))),
+            "largest_weight": max(largest.values()),
+        }
+        if config.precision == "fp16":
+            record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
+        each = record["tokens_per_second"] / processes.world_size()
+        if processes.world_size() > 1:
+            record["tokens_per_second_per_gpu"] = each
+        if (share := step_metrics.mfu(self.flops_per_token, each, state.device)) is not None:
+            record["mfu"] = share
+        left = seconds / steps * (config.steps - state.step)
+        step_metrics.show_progress(self.console, state.step, config.steps, record, left)
+        metrics.write(state.step, **record)
+        if metrics.boards:
+            metrics.draw(state.step, {f"weights/{name}/largest": value for name, value in largest.items()})
+            scales = step_metrics.scales_of(self.model)
+            metrics.draw(state.step, {f"scales/{name}": value for name, value in scales.items()})
 
     @torch.no_grad()
     def _dtypes(self) -> dict[str, str]:
@@ -270,28 +268,6 @@ class Trainer:
             processes.print_line(self.console, record["sample"])
         metrics.write(self.state.step, **record)
         return loss
-
-
-class _Clock:
-    """Measures the seconds of training steps, without those of evaluation and saving."""
-
-    def __init__(self, step: int) -> None:
-        self._step, self._start = step, time.perf_counter()
-
-    def lap(self, step: int) -> tuple[int, float]:
-        """The steps since the last lap, up to `step`, and the seconds that they took."""
-        now = time.perf_counter()
-        steps, seconds = max(step - self._step, 1), now - self._start
-        self._step, self._start = step, now
-        return steps, seconds
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._start += time.perf_counter() - began
 
 
 def start_run(config: Config, console: Console) -> Trainer:
