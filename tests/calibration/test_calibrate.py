@@ -22,9 +22,10 @@ from octavo.calibration.site_statistics import BINS, Statistics
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import LockedError, WriteError, locked_folder
 from octavo.evaluation import PromptOptions
-from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.evaluation.prompts import read_prompts
 from octavo.hf import block_by_block
 from octavo.models import MixtureConfig, build
+from octavo.models.tokenizer import open_tokenizer
 from octavo.nn import select_linears
 from octavo.packing import PackOptions, pack, pack_frozen
 from octavo.verification import verify

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from octavo.data import DataError, chat_of, read_text
-from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
-from octavo.models.tokenizer import ByteTokenizer, CharacterTokenizer
+from octavo.evaluation.prompts import PromptOptions, read_prompts
+from octavo.models.tokenizer import ByteTokenizer, CharacterTokenizer, open_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -173,6 +173,10 @@ def test_a_tokenizer_of_characters_names_what_it_does_not_know(tmp_path):
         read_prompts([rows], tokenizer, PromptOptions(2, 9))
 
 
-def test_a_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"needs tokenizer\.json or tokenizer_config\.json"):
+def test_a_folder_without_a_tokenizer_and_one_in_the_files_of_gpt2(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"needs one of tokenizer\.json, "):
         open_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text("a b\n")
+    assert open_tokenizer(tmp_path)("abb")["input_ids"] == [2, 1]

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
+from octavo.evaluation.prompts import PromptOptions, read_prompts
 from octavo.models.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -14,6 +14,7 @@ from octavo.models.tokenizer import (
     HuggingFaceTokenizer,
     byte_characters,
     load_tokenizer,
+    open_tokenizer,
 )
 
 # Ranges of characters that have every byte of UTF-8, and each length.

@@ -18,10 +18,11 @@ from octavo.calibration import calibrate
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import groups
 from octavo.evaluation import Budget, PromptOptions
-from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.evaluation.prompts import read_prompts
 from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config
+from octavo.models.tokenizer import open_tokenizer
 from octavo.ops import quantize, scaled_mm
 from octavo.packing import PackOptions, pack, pack_within
 from octavo.packing.budget import PartlyPackedModel

@@ -240,8 +240,11 @@ def read_card(folder: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _check_link(path: Path, folder: Path) -> None:

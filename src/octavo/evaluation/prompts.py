@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import has_tokenizer
 from octavo.data import DataError, Document, ReadReport, chat_of, read_text
-from octavo.util import import_extra, of_input, open_local
+from octavo.models.tokenizer import open_tokenizer
+from octavo.util import of_input
 
 OnRead = Callable[[ReadReport], None]
 """Called with the report of the text that was read, before a model runs on it."""
@@ -76,14 +76,6 @@ class Prompts:
             raise DataError("every prompt is one token long, so that no token follows another: give longer texts")
         by_length = [torch.tensor([*ids]) for length, ids in groupby(self.ids, len) if length >= shortest]
         return [batch for ids in by_length for batch in torch.split(ids, size)]
-
-
-def open_tokenizer(folder: Path) -> Any:
-    """The transformers tokenizer in `folder`; nothing is downloaded, no code of the folder is run."""
-    transformers = import_extra("transformers", "hf", "text is read through transformers")
-    if not has_tokenizer(folder):
-        raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
-    return open_local(transformers.AutoTokenizer, folder)
 
 
 def open_prompts(

@@ -23,11 +23,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from octavo.checkpoint.folder import TOKENIZER_FILES, has_tokenizer
 from octavo.data import DataError, chat_of
 from octavo.data.chat import ChatTemplate
 from octavo.util import import_extra, open_local, parse_object, reading, some_of
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 bytes a token
 
 
@@ -139,9 +139,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def load(cls, folder: str | Path) -> Self:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
-        if not any((Path(folder) / name).is_file() for name in _FILES):  # transformers would make an empty one
-            raise FileNotFoundError(f"no tokenizer in {folder}: it needs one of {', '.join(_FILES)}")
-        return cls(open_local(_auto_tokenizer(), folder), folder)
+        return cls(open_tokenizer(Path(folder)), folder)
 
     @classmethod
     def from_hub(cls, name: str) -> Self:
@@ -194,6 +192,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             ours = content == character_json(characters)
             return CharacterTokenizer(characters) if ours else BpeTokenizer.load(folder)
     return HuggingFaceTokenizer.load(folder)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The transformers tokenizer in `folder`; nothing is downloaded, no code of the folder is run."""
+    auto = _auto_tokenizer()
+    if not has_tokenizer(folder):  # transformers would make an empty one
+        raise FileNotFoundError(f"no tokenizer in {folder}: it needs one of {', '.join(TOKENIZER_FILES)}")
+    return open_local(auto, folder)
 
 
 def _auto_tokenizer() -> Any:
