@@ -6,7 +6,6 @@ loss is the mean over all ranks, and the memory is of the rank with the highest 
 
 import json
 import math
-import os
 import platform
 import re
 import shlex
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
+from octavo.checkpoint.files import replace_file, whole_lines
 from octavo.checkpoint.folder import RunFolder, writing
 from octavo.comparison import Call, seen_calls, with_parameters
 from octavo.models.decoder import Decoder
@@ -56,13 +56,15 @@ class Metrics(AbstractContextManager["Metrics"]):
         self.go_back(resumed_at)
 
     def go_back(self, step: int) -> None:
-        """Drop the records of the steps after `step`, from which the run continues."""
+        """Drop the records of the steps after `step`, from which the run continues, and a last line that was cut short.
+        An ArtifactError if a whole line holds no record."""
         self._open_files.close()
         self.boards: list[TensorBoard | WeightsAndBiases] = []
         if rank() > 0:
             return
-        self._path.touch()
-        os.truncate(self._path, _length_until(self._path, step))
+        lines = enumerate(whole_lines(self._path), 1)
+        kept = [line for n, line in lines if read_record(line, f"{self._path}, line {n}")["step"] <= step]
+        replace_file(self._path, "".join(kept))
         self._file = self._open_files.enter_context(self._path.open("a"))
         if self._config is not None and self._config.tensorboard:
             self.boards.append(TensorBoard(self._path.parent, step))
@@ -105,17 +107,6 @@ def show_progress(console: Console, step: int, steps: int, record: dict[str, Any
         f"grad norm {record['gradient_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s{each}{share}{scale}  "
         f"ETA {timedelta(seconds=round(seconds_left))}",
     )
-
-
-def _length_until(path: Path, step: int) -> int:
-    """The bytes of the records up to `step`; a last line that a kill cut short does not count. An ArtifactError if a
-    whole line holds no record: what follows it would be lost."""
-    length = 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n") or read_record(line, f"{path}, line {number}")["step"] > step:
-            break
-        length += len(line)
-    return length
 
 
 # ---- TensorBoard and Weights & Biases: the numbers of a run by name, and histograms of its samples, counts [n] between
