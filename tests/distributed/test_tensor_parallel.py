@@ -25,9 +25,12 @@ from octavo.nn import SwiGLU
 from octavo.nn.parallel_weights import ParallelLinear
 from octavo.ops import quantize
 from octavo.recipe import GEMMS, rowwise
+from octavo.train.config import ActivationCheckpointing, Config
+from octavo.train.model import prepare_blocks
 
 # y of a row-parallel layer is a sum over the ranks, so its order differs; the bytes of its operands do not.
 CLOSE = 1e-6
+CHECKPOINTED = Config(activation_checkpointing=ActivationCheckpointing("full"))
 
 
 def orders(rank):
@@ -324,7 +327,7 @@ def shard_twice(rank):
     mesh, results = examples.mesh_of(2, 2), []
     for gathers in (False, True):
         model = cut(mesh["tp"])
-        model.checkpoint_activations = True
+        prepare_blocks(model, CHECKPOINTED)
         for unit in (*model.model.layers, model):
             fully_shard(unit, mesh=mesh["dp"])
         if gathers:
@@ -343,7 +346,7 @@ def settings(rank):
     """Cached weights and recomputed activations change nothing; one rank reads a checkpoint of two."""
     mesh = examples.mesh_of(2)
     plain, cached, recomputed = (cut(mesh) for _ in range(3))
-    recomputed.checkpoint_activations = True
+    prepare_blocks(recomputed, CHECKPOINTED)
     tokens, _ = examples.batch()
     examples.train(plain)
     examples.train(recomputed)

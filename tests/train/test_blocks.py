@@ -78,7 +78,7 @@ def test_the_eager_backend_refuses_checkpointing_and_an_unknown_one_all(mode):
         prepare_blocks(build(LLAMA), Config.from_dict({"compile": {"blocks": True, "backend": "nope"}}))
 
 
-def test_selective_computes_fewer_gemms_again():
+def test_selective_computes_fewer_gemms_again_and_full_saves_the_inputs_of_blocks():
     counts = {}
     for mode in ("none", "full", "selective"):
         torch.manual_seed(0)
@@ -88,6 +88,8 @@ def test_selective_computes_fewer_gemms_again():
             model(TOKENS).sum().backward()
         counts[mode] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     assert counts["none"] < counts["selective"] < counts["full"]
+    plain, full = (saved_and_gradients({"activation_checkpointing": {"mode": m}}, "bf16")[0] for m in ("none", "full"))
+    assert full < plain / 2.5
 
 
 def test_selective_checkpoints_each_block_whose_mlp_is_not_fused():

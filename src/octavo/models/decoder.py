@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from octavo.nn import Experts
 from octavo.nn.attention_layers import GradientScales, attend_fp8
@@ -114,8 +113,7 @@ INIT_STD = 0.02
 
 
 class Decoder(nn.Module, ABC):
-    """Base of the language models: tying, initialization and activation checkpointing. With `checkpoint_activations =
-    True`, training saves only the input of each block and computes its activations again in the backward pass."""
+    """Base of the language models: tying and initialization."""
 
     residual_projections: ClassVar[tuple[str, ...]]  # the last names of the layers that write to the residual stream
     lm_head: nn.Linear
@@ -123,7 +121,6 @@ class Decoder(nn.Module, ABC):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_activations = False
         self.register_load_state_dict_post_hook(_retie_after_load)  # type: ignore[no-untyped-call]
 
     @property
@@ -160,12 +157,6 @@ class Decoder(nn.Module, ABC):
                 nn.init.normal_(module.weight, std=INIT_STD)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
-
-    def run_block(self, block: nn.Module, *args: Any) -> Any:
-        """Return `block(*args)`; with `checkpoint_activations`, the backward pass computes the block again."""
-        if self.checkpoint_activations and self.training and torch.is_grad_enabled():
-            return checkpoint(block, *args, use_reentrant=False)
-        return block(*args)
 
     def positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
         """The positions of the tokens [B, T] in their texts: int64 [1, T], or [B, T] if the cache has padding. Raises a

@@ -152,5 +152,5 @@ class GPT2(Decoder):
         positions = POSITION_OFFSET + self.positions(tokens, cache)
         x, delta = decoder.dropout(decoder.embed_tokens(tokens) + decoder.embed_positions(positions)), None
         for block in decoder.layers:
-            x, delta = self.run_block(block, x, delta, cache)
+            x, delta = block(x, delta, cache)
         return self.lm_head(decoder.final_layer_norm(self.last_states(x, delta, cache, kept)))

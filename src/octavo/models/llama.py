@@ -199,6 +199,9 @@ class Llama(Decoder):
     def embedding(self) -> nn.Embedding:
         return self.model.embed_tokens
 
+    def run_block(self, block: nn.Module, *args: Any) -> Any:
+        return block(*args)
+
     def forward(self, tokens: Tensor, cache: KVCache | None = None, kept: Tensor | None = None) -> Tensor:
         cos, sin = rope_tables(self.config, self.positions(tokens, cache))
         x, delta = self.model.dropout(self.model.embed_tokens(tokens)), None
