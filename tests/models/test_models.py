@@ -61,7 +61,9 @@ def test_meta_construction_then_load(config: Config) -> None:
     assert torch.equal(model(tokens()), source(tokens()))
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "config", [GQA, GPT, replace(MIXTURE, width=64, mlp_width=96)], ids=["llama", "gpt2", "mixture"]
+)
 def test_meta_construction_then_init_has_the_documented_statistics(config: Config) -> None:
     with torch.device("meta"):
         model = build(config)
@@ -299,12 +301,6 @@ def test_the_balance_loss_is_that_of_the_switch_transformer():
     without = built(balance=0.0)
     without(tokens)
     assert without.take_balance() is None
-
-
-def test_its_weights_are_drawn_as_those_of_the_other_models():
-    experts = Mixture(replace(MIXTURE, width=64, mlp_width=96, layers=8)).model.layers[0].mlp.experts
-    assert float(experts.gate_up_proj.detach().std()) == pytest.approx(0.02, rel=0.05)
-    assert float(experts.down_proj.detach().std()) == pytest.approx(0.02 / 4, rel=0.05)
 
 
 # ---- The vision transformer and the diffusion transformer

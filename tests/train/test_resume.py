@@ -2,14 +2,12 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 
 import pytest
 import torch
 from full_disk import files_of_at_most
-from patience import wait_for
 from ranks import run_ranks
 from rich.console import Console
 from safetensors.torch import load_file
@@ -61,25 +59,6 @@ def test_stopped_and_resumed_is_the_same_bit_for_bit(begin, go_on, records, tmp_
         assert trainer.state.step == step
     assert trainer.run().step == 8
     assert_same_run(tmp_path / "parts", tmp_path / "whole", records)
-
-
-@pytest.mark.slow
-def test_killed_anywhere_and_resumed_is_the_same(begin, go_on, records, spawn, tmp_path):
-    run = RunFolder(tmp_path / "run")
-    settings = {"steps": 100_000, "evaluate_every": 5}  # more steps than it can take before it is killed
-    process = spawn(**settings, save_every=3, keep=2)
-    wait_for(process, run.checkpoints)
-    target = run.metrics.stat().st_size + random.randrange(6_000)
-    wait_for(process, lambda: run.metrics.stat().st_size > target)
-    process.kill()
-    process.communicate()
-    killed_at = run.metrics.read_bytes().count(b'"learning_rate"')
-    trainer = go_on(run.path)
-    assert 3 <= trainer.state.step <= killed_at
-    stop_after(trainer, killed_at + 4)
-    stop_after(begin(**settings, save_every=100_000, out=str(tmp_path / "whole")), killed_at + 4)
-    assert_same_run(run.path, tmp_path / "whole", records)
-    assert list(records(run.path)) == list(range(1, killed_at + 5))
 
 
 def test_what_a_kill_between_logging_and_saving_leaves(begin, go_on, records, tmp_path):

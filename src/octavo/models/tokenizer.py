@@ -97,9 +97,7 @@ class BpeTokenizer(LibraryTokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Self:
-        """Train on `texts` up to `vocabulary` tokens, the 256 bytes included; fewer if the texts run out of pairs."""
-        if vocabulary < 256:
-            raise ValueError(f"vocabulary must be at least 256 (every byte is a token); got {vocabulary}")
+        """Train on `texts` up to `vocabulary` tokens, 256 bytes included; fewer if the texts run out of pairs."""
         tokenizers = _tokenizers()
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -378,17 +376,12 @@ class Batches:
     def __init__(
         self, tokens: Tokens, context: int, batch: int, seed: int | None, share: tuple[int, int] = (0, 1)
     ) -> None:
-        if context < 1 or batch < 1 or (seed is not None and seed < 0):
-            raise ValueError(
-                f"context and batch must be at least 1 and seed 0 or more; got context {context}, batch {batch}, "
-                f"seed {seed}"
-            )
+        if context < 1 or batch < 1:
+            raise ValueError(f"context and batch must be at least 1; got context {context}, batch {batch}")
         self.sequences = (len(tokens) - 1) // context
         if self.sequences < 1:
             raise DataError(f"a sequence needs {context + 1} tokens (context + 1); got {len(tokens)}")
         index, count = share
-        if batch % count or not 0 <= index < count:
-            raise ValueError(f"share must be one of equal parts of a batch of {batch}; got {index} of {count}")
         self.context, self.batch = context, batch
         self.size = batch // count
         self.first = index * self.size
@@ -401,8 +394,6 @@ class Batches:
 
     def at(self, index: int) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of micro-batch `index`, from 0 without end: int64 [batch / count, context] on the CPU."""
-        if index < 0:
-            raise ValueError(f"the index of a batch must be 0 or more; got {index}")
         first = index * self.batch + self.first
         starts = self._starts(range(first, first + self.size))[:, None]
         window = self._tokens[starts + np.arange(self.context + 1)].astype(np.int64)  # [size, context + 1]
