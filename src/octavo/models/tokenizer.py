@@ -135,8 +135,6 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        if not Path(folder).is_dir():
-            raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
         return cls(open_tokenizer(Path(folder)), folder)
 
     @classmethod

@@ -241,8 +241,7 @@ def _transformers(name: str) -> Any:
 
 def positions_of(folder: Path) -> int:
     """The longest context of the model that `folder`/config.json describes; sys.maxsize if the file states none."""
-    path = folder / "config.json"
-    described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
+    described = read_json(folder / "config.json")
     found = (described.get(key) for key in (*meta_model.POSITIONS, "n_positions"))
     return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
 
