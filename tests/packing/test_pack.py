@@ -156,6 +156,17 @@ def test_a_calibration_runs_with_them(source):
         assert parts.run_part(0, IDS, None).shape == (*IDS.shape, 128)
 
 
+def test_the_mask_of_a_buffer_stays_finite(made, tmp_path):
+    """BF16 lacks the least number of float32: it becomes the least of BF16, by which a mask in BF16 is made."""
+    source, name = shutil.copytree(made("bart"), tmp_path / "source"), "final_logits_bias"
+    mask = torch.zeros(1, 256).index_fill(1, torch.tensor([7]), torch.finfo(torch.float32).min)
+    change_tensors(source, lambda tensors: tensors.update({name: mask}))
+    least = mask.clamp(min=torch.finfo(torch.bfloat16).min).bfloat16()
+    for model in (octavo.load(pack(source, tmp_path / "packed").folder), open_source(source).fill_bf16()):
+        assert torch.equal(model.get_buffer(name), least)
+    assert verify(tmp_path / "packed", source).ok
+
+
 # ---- Folders of several files, and folders that transformers writes again
 
 

@@ -16,7 +16,7 @@ from octavo.checkpoint import files
 from octavo.checkpoint import folder as folders
 from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, is_finite, model_tensors, read_json
 from octavo.checkpoint.folder import BUILT_IN_MODELS, CARD, RunFolder
-from octavo.checkpoint.layouts import read_config, write_config
+from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, read_config, write_config
 from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, read_meta_model, transformers_meta_model
 from octavo.hf.stored_tensors import AdaptedReader, Conv1DReader, ExpertReader, open_tensors
 from octavo.recipe import Recipe, similar_preset
@@ -45,14 +45,24 @@ class Source:
 
     def get(self, name: str) -> Tensor:
         """A tensor of the model. An ArtifactError if it holds inf or NaN."""
-        tensor = self.reader.get(name)
+        tensor = self._read(name)
         if tensor.is_floating_point() and not is_finite(tensor):
             raise self._diverged(name)
         return tensor
 
+    def _read(self, name: str) -> Tensor:
+        """A tensor as the files have it. In a buffer, such as a mask, the least float32 becomes the least of BF16."""
+        tensor, narrow = self.reader.get(name), torch.finfo(UNQUANTIZED_DTYPE)
+        of_buffer = name in self._buffers and tensor.is_floating_point()
+        return tensor.clamp(narrow.min, narrow.max).where(tensor.isfinite(), tensor) if of_buffer else tensor
+
+    @cached_property
+    def _buffers(self) -> set[str]:
+        return {name for name, _ in self.meta_model.model.named_buffers()}
+
     def get_from_file(self, name: str) -> Tensor:
         """A tensor by its name in the files, such as one matrix of one expert, which the model holds in a stack."""
-        if isinstance(self.reader, ExpertReader):
+        if isinstance(self.reader, ExpertReader) and name not in self.specs:
             return self.reader.in_file(name)  # without reading the stack of all
         return self.meta_model.experts.part(name, self.get)
 
@@ -73,7 +83,7 @@ class Source:
         ArtifactError if one holds inf or NaN."""
         place = "cpu" if isinstance(self.reader, ExpertReader) else device  # stacks need room beside their parts
         dtypes = self.meta_model.dtypes
-        tensors = files.read_all(lambda name: self.reader.get(name).to(dtypes[name]), self.specs, place)
+        tensors = files.read_all(lambda name: self._read(name).to(dtypes[name]), self.specs, place)
         for name in files.failing({name: is_finite(t) for name, t in tensors.items() if t.is_floating_point()}):
             raise self._diverged(name)
         return fill_model(self.meta_model, tensors).to(device)
