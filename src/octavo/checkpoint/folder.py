@@ -231,13 +231,16 @@ def check_links(folder: Path) -> None:
             _check_link(path, folder)
 
 
-def read_card(folder: Path) -> str:
-    """The model card of a folder; "" without one. An ArtifactError if it is a link out of `folder`."""
+def read_card(folder: Path) -> tuple[str, str]:
+    """The model card of a folder: its front matter, which is YAML between lines of three dashes, and the text below.
+    Either may be "". An ArtifactError if the card is a link out of `folder`."""
     path = folder / CARD
     if not path.is_file():
-        return ""
+        return "", ""
     _check_link(path, folder)
-    return path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\n.*?\n---\n", text, re.DOTALL)
+    return (front[0], text[front.end() :]) if front else ("", text)
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

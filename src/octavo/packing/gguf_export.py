@@ -193,8 +193,7 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
 
 def _metadata(model: _Model) -> dict[str, Any]:
     arch, name = model.architecture, model.source.origin.name
-    # The model card begins with YAML between lines of three dashes.
-    named = re.match(r"---\n(?:(?!---).*\n)*?license: *['\"]?([\w.-]+)", read_card(model.source.description))
+    named = re.search(r"^license: *['\"]?([\w.-]+)", read_card(model.source.description)[0], re.MULTILINE)
     licence = {"general.license": named[1]} if named else {}
     return licence | {
         # transformers takes a Llama with the name "mistral" for an architecture of that name, which GGUF does not have.

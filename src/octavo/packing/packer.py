@@ -320,9 +320,11 @@ class WeightScales:
 _BEGIN, _END = "<!-- written by octavo pack -->", "<!-- end -->"
 
 
-def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[str, Any], original: str) -> str:
+def card_of(
+    name: str, source: str, config: Mapping[str, Any], record: Mapping[str, Any], original: tuple[str, str]
+) -> str:
     """README.md of the folder `name`, which was packed from the model called `source`. `config` and `record` are its
-    config.json and octavo.json; `original` is the card of the source, or ""."""
+    config.json and octavo.json; `original` is the front matter and the text of the source's card, each or ""."""
     counts = Counter(record["layers"].values())
     schemes = ", ".join(f"{count} by `{scheme}`" for scheme, count in counts.items())
     quality = f"`octavo verify {name} --against MODEL --data TEXT` measures what packing cost."
@@ -337,10 +339,8 @@ def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[s
         quality,
         _END,
     ]
-    original = re.sub(f"{_BEGIN}.*?{_END}\n*", "", original, flags=re.DOTALL)
-    front = re.match(r"---\n.*?\n---\n", original, re.DOTALL)
-    head = front[0] if front else "---\ntags: [octavo, quantized]\n---\n"
-    rest = original[len(head) :] if front else original
+    head = original[0] or "---\ntags: [octavo, quantized]\n---\n"
+    rest = re.sub(f"{_BEGIN}.*?{_END}\n*", "", original[1], flags=re.DOTALL)
     return "\n\n".join([head.rstrip(), *part, rest.strip()]).rstrip() + "\n"
 
 
