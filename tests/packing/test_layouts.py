@@ -151,6 +151,7 @@ def wide(folder):
 def test_unpacked_is_data_times_scale_in_bf16(folders, tmp_path, name, monkeypatch):
     get, read = ShardReader.get, Counter()
     monkeypatch.setattr(ShardReader, "get", lambda reader, name: (read.update([name]), get(reader, name))[1])
+    monkeypatch.delattr("octavo.packing.repacking.read_meta_model")  # octavo.json says what must be there
     unpack(folders[name], tmp_path / "out")
     assert {count for name, count in read.items() if name.endswith(".weight")} == {1}
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
@@ -251,6 +252,9 @@ def test_one_nan_or_a_lost_tensor_is_not_repacked(folders, tmp_path, name, how):
         for act in (partial(convert_layout, **how), unpack, lambda folder, _: load_packed(folder)):
             with pytest.raises(ArtifactError, match=message):
                 act(tmp_path / "bad", tmp_path / "out")
+    shutil.copyfile(folders["channel"] / "octavo.json", tmp_path / "bad" / "octavo.json")  # which lists what is lost
+    with pytest.raises(ArtifactError, match=r"embed_tokens.weight is missing \(1 in all\)"):
+        unpack(tmp_path / "bad", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -380,6 +380,11 @@ def _create_file(path: Path, specs: Mapping[str, Tensor], metadata: Mapping[str,
 CHECKSUMS, RECORD = "checksums.json", "octavo.json"
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """octavo.json of a folder (docs/format.md); {} without one."""
+    return read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor on the CPU that is contiguous."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -398,8 +403,8 @@ class Checksums:
         found, prefix = dict[str, Any](), ""
         if (folder / CHECKSUMS).is_file():
             found, prefix = read_json(folder / CHECKSUMS), f"{stem}/"
-        elif written and (folder / RECORD).is_file():
-            found = read_json(folder / RECORD).get("checksums", {})
+        elif written:
+            found = read_record(folder).get("checksums", {})
         self._parts = {name: found[key] for name in written if (key := f"{prefix}{name}") in found}
 
     def check(self, path: Path, name: str, read: Tensor, offsets: Sequence[int] | None = None) -> Tensor:

@@ -93,8 +93,7 @@ class Source:
 
     def folded(self) -> dict[str, Any]:
         """The entry `folded` of octavo.json (`octavo pack --smooth`, `--rotate`): packed weights have it too."""
-        path = self.description / "octavo.json"
-        found = read_json(path) if path.is_file() else {}
+        found = files.read_record(self.description)
         return {key: found[key] for key in ("folded",) if key in found}
 
 
@@ -215,7 +214,7 @@ def write_model(
         checksums = files.write_shards(partial, specs, tensors(), metadata)
         made = {"octavo_version": __version__, "source": source.origin.name, "source_sha256": digest.hexdigest()}
         entries = {**made, **record(), "checksums": checksums}
-        (partial / "octavo.json").write_text(json.dumps(entries, indent=2) + "\n")
+        (partial / files.RECORD).write_text(json.dumps(entries, indent=2) + "\n")
         if card is not None:
             (partial / CARD).write_text(card(entries), encoding="utf-8")
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

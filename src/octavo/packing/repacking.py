@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.checkpoint import scheme as schemes
-from octavo.checkpoint.files import ArtifactError, model_tensors, read_json, write_shards
+from octavo.checkpoint.files import RECORD, ArtifactError, model_tensors, read_record, write_shards
 from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Packing, check_layout, get_layout, read_config
 from octavo.checkpoint.packed_folder import PackedTensors
@@ -125,7 +125,7 @@ def convert_layout(
         checksums = write_shards(partial, packed.specs_as(packing), tensors(), metadata)
         made = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": finite(sqnr)}
         record = {**made, **_still_true(packed, packing, sqnr, input_scales is None), "checksums": checksums}
-        (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
+        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         layers = {name: each.name for name, each in packing.schemes.items()}
         card = card_of(out.name, folder.name, packed.config, {**record, "layers": layers}, read_card(folder))
         (partial / CARD).write_text(card, encoding="utf-8")
@@ -145,8 +145,12 @@ def _open(folder: Path) -> PackedTensors:
 
 
 def _lost(packed: PackedTensors) -> list[str]:
-    """The tensors that the model needs and the folder lacks. None are known of a model that transformers does not
-    build, or where the folder has others in their place, as under the names of older writers."""
+    """The tensors that the folder lacks: of those that Octavo wrote, as octavo.json lists them, or else of those that
+    the model needs. None are known of a model that transformers does not build, or where the folder has others in their
+    place, as under the names of older writers."""
+    specs, listed = packed.reader.specs.keys(), read_record(packed.folder).get("checksums")
+    if listed and packed.reader.written == specs:  # transformers need not be imported
+        return sorted(listed.keys() - specs)
     try:
         meta_model = read_meta_model(packed.config, packed.folder)
     except (ArtifactError, ImportError):
@@ -162,8 +166,7 @@ def _still_true(
 ) -> dict[str, object]:
     """The entries of the old octavo.json that hold for the new folder. They record the folded factors, the layers
     with bytes that `pack` cast, and with `same_inputs` the source of stored scales."""
-    path = packed.folder / "octavo.json"
-    record = read_json(path) if path.is_file() else {}
+    record = read_record(packed.folder)
     cast = record.get("layers") or {}
     copied = [name for name in cast if name in packing.schemes and math.isinf(sqnr[name])]
     layers = {name: packing.schemes[name].name for name in copied if f"{name}.weight" in packed.reader.written}
