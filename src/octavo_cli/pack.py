@@ -154,7 +154,7 @@ def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
     if wide := report.unpacked_expert_bytes:
         what = f"{wide / report.folder_bytes:.0%} of the folder, {wide / 1e6:.2f} MB, are experts in BF16"
         say(f"warning: {what}: --experts packs them too", "yellow")
-    _say_readers(layout)
+    _say_readers(report.folder)
 
 
 def _print_updates(report: PackReport) -> None:
@@ -169,11 +169,12 @@ def _print_updates(report: PackReport) -> None:
         say(f"warning: what is left of {', '.join(noisy)} is mostly noise of the rounding: {remedy}", "yellow")
 
 
-def _say_readers(layout: str) -> None:
-    from octavo.checkpoint.layouts import LAYOUTS
+def _say_readers(folder: Path) -> None:
+    from octavo.checkpoint.layouts import layout_of, not_for_transformers, read_config
 
-    if readers := LAYOUTS[layout].readers:
-        say(f"for {readers}: transformers computes nonsense from it, or fails")
+    config = read_config(folder)
+    if others := not_for_transformers(layout_of(config["quantization_config"]), config):
+        say(others)
 
 
 def _layers(given: list[str]) -> dict[str, str]:
@@ -355,7 +356,7 @@ def unpack_command(
         say(f"left out: {len(result.unused)} scales and zero points that no layer reads, {result.unused[0]} among them")
     if to_bf16:
         return
-    _say_readers(layout)
+    _say_readers(out)
     if result.lossless:
         say("no weight changed")
         return

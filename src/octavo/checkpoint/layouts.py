@@ -378,6 +378,18 @@ def layout_of(found: Mapping[str, Any]) -> Layout:
     return LAYOUTS.get(str(found.get("quant_method")), LAYOUTS[HOLDS_ANY])
 
 
+def not_for_transformers(layout: Layout, config: Mapping[str, Any]) -> str:
+    """Who opens a folder in `layout` that transformers does not, of the model of `config`; "" if transformers does."""
+    if layout.readers:
+        return f"for {layout.readers}: transformers computes nonsense from it, or fails"
+    architecture = str((config.get("architectures") or [""])[0])
+    if layout.name == HOLDS_ANY and architecture.startswith("Llama4"):
+        return (
+            "for octavo: transformers expects a matrix of each expert of a Llama 4 here, and opens it in --layout fp8"
+        )
+    return ""
+
+
 def check_layout(layout: Layout, schemes: Iterable[Scheme], kv_cache: bool) -> None:
     """Raise a ValueError, which names the alternative, unless `layout` can hold `schemes`, and with `kv_cache` the
     scales of a cache of keys and values."""

@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.folder import check_absent, has_tokenizer, read_card
-from octavo.checkpoint.layouts import LAYOUTS, UNQUANTIZED_DTYPE, Packing, get_layout, quantization_config
-from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Scheme, groups
+from octavo.checkpoint.layouts import (
+    LAYOUTS,
+    UNQUANTIZED_DTYPE,
+    Packing,
+    get_layout,
+    not_for_transformers,
+    quantization_config,
+)
+from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Layout, Scheme, groups
 from octavo.hf.meta_model import names_language_model
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
 from octavo.nn.conversion_report import Leftover, find_coverage
@@ -335,7 +342,7 @@ def card_of(
         _BEGIN,
         f"# {name}",
         f"Packed in eight bits by Octavo from `{source}`: linear layers {schemes}, in the layout {record['layout']}.",
-        *_opening(name, str((config.get("architectures") or [""])[0]), record["layout"], list(counts)),
+        *_opening(name, config, LAYOUTS[record["layout"]], list(counts)),
         quality,
         _END,
     ]
@@ -344,13 +351,14 @@ def card_of(
     return "\n\n".join([head.rstrip(), *part, rest.strip()]).rstrip() + "\n"
 
 
-def _opening(name: str, architecture: str, layout: str, schemes: Sequence[str]) -> list[str]:
+def _opening(name: str, config: Mapping[str, Any], layout: Layout, schemes: Sequence[str]) -> list[str]:
+    architecture = str((config.get("architectures") or [""])[0])
     writes = names_language_model(architecture)
     shell = [f'octavo generate {name} --prompt "Once"'] if writes else []
     if writes and not any(scheme.startswith("group") for scheme in schemes):  # float32 groups are not for vLLM
         shell.insert(0, f"vllm serve {name}")
-    python = [] if LAYOUTS[layout].readers else [
-        f"from transformers import {architecture}  # and pip install {LAYOUTS[layout].needs}\n",
+    python = [] if not_for_transformers(layout, config) else [
+        f"from transformers import {architecture}  # and pip install {layout.needs}\n",
         f'model = {architecture}.from_pretrained("{name}", dtype="auto")\n',
     ]  # fmt: skip
     python += ["import octavo  # computes with the packed bytes\n", f'model = octavo.load("{name}")']
