@@ -24,7 +24,7 @@ from octavo.evaluation.metrics import EmbeddingSums, Estimate, LogitQuality
 from octavo.packing import pack
 from octavo.rates.measured import measured_speeds
 from octavo.verification.findings import LayerReport, Report
-from octavo.verification.layer_spec import LayerSpec, SpecError, read_specs, round_input, widen
+from octavo.verification.layer_spec import LayerSpec, SpecError, read_specs, round_input
 
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 NAMES = ["a.q_proj", "a.gate", "lm_head"]
@@ -47,11 +47,7 @@ def compressed(weights, inputs, **more):
     [
         ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, LayerSpec(inputs="tensor"), (1,)),
         ({"strategy": "group", "group_size": 64}, None, LayerSpec(1, 64, "none"), (256, 6)),
-        (
-            {"strategy": "block", "block_structure": [128, 128]},
-            {"strategy": "group", "group_size": 128, "dynamic": True},
-            LayerSpec(128, 128, "token", 128), (2, 3),
-        ),
+        ({"strategy": "block", "block_structure": [128, 128]}, None, LayerSpec(128, 128, "none"), (2, 3)),
     ],
 )  # fmt: skip
 def test_compressed_tensors(weights, inputs, spec, shape):
@@ -83,18 +79,6 @@ def test_targets_by_name_come_before_patterns_and_classes():
     assert unused == ["gone"]
     with pytest.raises(SpecError, match="neither config_groups nor ignore has lm_head"):
         read_specs(compressed({}, None, config_groups={"1": groups["1"]}, ignore=[]), NAMES)
-
-
-def test_widening():
-    data = torch.randn(6, 8).to(torch.float8_e4m3fn)
-    scale = torch.rand(3, 2) + 0.5
-    actual = widen(data, scale, LayerSpec(2, 4, "none"))
-    for i in range(6):
-        for j in range(8):
-            assert actual[i, j] == data[i, j].float() * scale[i // 2, j // 4]
-    exponents = torch.randint(100, 140, (6, 2), dtype=torch.uint8)
-    actual = widen(data, exponents, LayerSpec(1, 4, "none", exponents=True))
-    assert actual[5, 7] == data[5, 7].float() * 2.0 ** (int(exponents[5, 1]) - 127)
 
 
 ARGUMENTS = [
