@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from contextlib import nullcontext
-from fnmatch import fnmatchcase
 from itertools import product
 
 import pytest
@@ -14,11 +13,11 @@ from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from verify_examples import change_settings, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.scheme import SCHEMES, get_scheme
+from octavo.checkpoint.scheme import SCHEMES
 from octavo.numerics import QTensor
 from octavo.ops import quantize
 from octavo.packing import PackOptions, pack
-from octavo.packing.options import check_degrees, check_reasons
+from octavo.packing.options import check_degrees
 
 
 def test_layers_that_are_stored_transposed_are_refused(tmp_path):
@@ -73,15 +72,23 @@ def test_keywords_replace_fields_of_the_options(made, tmp_path):
         pack(made("llama"), tmp_path / "other", schme="block")
 
 
-def test_sizes_that_a_scheme_cannot_have(tmp_path):
-    make_model(tmp_path / "source", "llama", num_key_value_heads=2)
-    with pytest.raises(ValueError, match=r"k_proj: \[64, 128\] is no multiple of 128 x 128") as error:
-        pack(tmp_path / "source", tmp_path / "out", scheme="block")
-    named = re.findall(r"--layer '(\S+)=channel'", str(error.value))
-    assert named == ["*.q_proj", "*.k_proj", "*.v_proj"]  # q, which fits, is fused with them
-    assert "and 3 other layers cannot be packed either" in str(error.value)
-    report = pack(tmp_path / "source", tmp_path / "out", scheme="block", layers=dict.fromkeys(named, "channel"))
-    assert sorted(report.packed.values()) == ["block"] * 8 + ["channel"] * 6
+@pytest.mark.parametrize(
+    ("kind", "said", "options", "others", "fitting"),
+    [("llama", r"k_proj: \[64, 128\]", 3, 3, 8), ("deepseekv3", r"q_a_proj: \[32, 128\]", 10, 22, 5)],
+)
+def test_sizes_that_a_scheme_cannot_have(tmp_path, kind, said, options, others, fitting):
+    """One message names all of the layers and what is fused with them, few by few, and packing as it says works."""
+    source = make_model(tmp_path / "source", kind, num_key_value_heads=2, moe_intermediate_size=64)
+    how = {"scheme": "block", "experts": kind != "llama"}
+    with pytest.raises(ValueError, match=f"{said} is no multiple of 128 x 128.* {others} other layers cannot") as error:
+        pack(source, tmp_path / "out", **how)
+    globs = re.findall(r"--layer '(\S+)=channel'", str(error.value))
+    assert len(globs) == options
+    report = pack(source, tmp_path / "out", layers=dict.fromkeys(globs, "channel"), **how)
+    blocks = [name for name, scheme in report.packed.items() if scheme == "block"]
+    assert len(blocks) == fitting
+    with pytest.raises(ValueError, match=r"pack by channel \(--scheme channel\)"):
+        pack(source, tmp_path / "none", skip=blocks, **how)
 
 
 def test_sources_that_cannot_be_packed(made, tmp_path):
@@ -121,38 +128,6 @@ def test_a_config_that_describes_no_model_of_ours(tmp_path, kind, named, message
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": named and [named]}))
     with pytest.raises(ArtifactError, match=message):
         pack(tmp_path, tmp_path / "out")
-
-
-# ---- Layers whose sizes a scheme cannot have: one message names all of them
-
-
-SHAPES = {
-    "layers.0.mlp.experts.0.gate_proj": (192, 256),
-    "layers.0.mlp.experts.0.up_proj": (256, 256),
-    "layers.0.mlp.experts.1.gate_proj": (192, 256),
-    "layers.0.mlp.experts.1.up_proj": (256, 256),
-    "layers.0.mlp.shared.gate_proj": (256, 256),
-    "layers.0.mlp.shared.up_proj": (256, 256),
-    "layers.0.mlp.shared.down_proj": (96, 256),
-    "layers.1.mlp.shared.down_proj": (128, 256),
-    "layers.1.fc": (256, 256),
-}
-
-
-def check_shapes(names, shapes):
-    schemes = {layer: get_scheme(name) for layer, name in names.items()}
-    check_reasons({layer: scheme.misfit(*shapes[layer]) for layer, scheme in schemes.items()}, schemes)
-
-
-def test_the_options_match_the_layers_that_do_not_fit_and_those_fused_with_them():
-    with pytest.raises(ValueError, match="no multiple of 128 x 128") as error:
-        check_shapes(dict.fromkeys(SHAPES, "block"), SHAPES)
-    globs = re.findall(r"--layer '(\S+)=channel'", str(error.value))
-    assert globs == ["*.experts.*.gate_proj", "*.experts.*.up_proj", "layers.0.mlp.shared.down_proj"]
-    changed = {name for name in SHAPES if any(fnmatchcase(name, glob) for glob in globs)}
-    check_shapes({name: "channel" if name in changed else "block" for name in SHAPES}, SHAPES)
-    with pytest.raises(ValueError, match=r"and 8 other layers .* either: pack by channel \(--scheme channel\)"):
-        check_shapes(dict.fromkeys(SHAPES, "block"), dict.fromkeys(SHAPES, (96, 96)))
 
 
 # ---- Which models can be split over several devices, against a split that is really made
