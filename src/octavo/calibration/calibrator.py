@@ -187,38 +187,30 @@ def hash_model(folder: Path, description: Path | None = None) -> str:
 
 
 # ---- The folder beside the result in which a calibration keeps its work, so that an interrupted one resumes.
+#
+# The folder part-007 says that part 7 is done. It holds the sites of the part, and the hidden states after it, a file
+# for each batch: part 8 starts there, and removes them when it is done.
 
 
-@dataclass(frozen=True)
-class CalibrationWorkdir:
-    """The work folder of a calibration. The folder part-007 says that part 7 is done. It holds the sites of the part,
-    and the hidden states after it, a file for each batch: part 8 starts there, and removes them when it is done."""
+def _claim(work: Path, fingerprint: dict[str, Any]) -> None:
+    """Make the folder, or check that it is of the same model, data and settings: else an ArtifactError."""
+    described = work / "settings.json"
+    if described.is_file():
+        before = read_json(described)
+        if changed := sorted(key for key in fingerprint | before if before.get(key) != fingerprint.get(key)):
+            raise ArtifactError(
+                f"{work} holds a calibration that was begun with other settings ({', '.join(changed)}): continue with "
+                "those, or choose another folder for the result"
+            )
+        return
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+        replace_file(described, json.dumps(fingerprint, indent=1))
 
-    path: Path
 
-    def claim(self, fingerprint: dict[str, Any]) -> None:
-        """Make the folder, or check that it is of the same model, data and settings: else an ArtifactError."""
-        described = self.path / "settings.json"
-        if described.is_file():
-            before = read_json(described)
-            if changed := sorted(key for key in fingerprint | before if before.get(key) != fingerprint.get(key)):
-                raise ArtifactError(
-                    f"{self.path} holds a calibration that was begun with other settings ({', '.join(changed)}): "
-                    "continue with those, or choose another folder for the result"
-                )
-            return
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            replace_file(described, json.dumps(fingerprint, indent=1))
-
-    def part(self, number: int) -> Path:
-        return self.path / f"part-{number:03d}"
-
-    def load(self, number: int) -> dict[str, Observed]:
-        """The sites of a part."""
-        path = self.part(number) / SITES
-        described = open_file(path).metadata() or {}
-        return from_tensors(json.loads(described.get("sites", "null")), load_tensors(path), path)
+def _load_sites(part: Path) -> dict[str, Observed]:
+    described = open_file(part / SITES).metadata() or {}
+    return from_tensors(json.loads(described.get("sites", "null")), load_tensors(part / SITES), part / SITES)
 
 
 # ---- From a BF16 model and text to the statistics of every tensor that would be quantized.
@@ -266,36 +258,35 @@ def calibrate(
     }  # fmt: skip
     versions = {"octavo": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
     model_hash = hash_model(source.origin, source.description)
-    workdir = CalibrationWorkdir(out.parent / f".{out.name}.calibrating")
-    with locked_folder(workdir.path):
+    work = out.parent / f".{out.name}.calibrating"
+    with locked_folder(work):
         check_absent(out)  # the last holder of the lock may have made it
-        workdir.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
+        _claim(work, {"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
         try:
-            observed = _run_all(parts, chosen.batches(prompts.batch), workdir, progress)
+            observed = _run_all(parts, chosen.batches(prompts.batch), work, progress)
         except WriteError as error:
             raise WriteError(f"{error}. The same command continues with the part of the work that it was in") from error
         except ValueError:  # another text may be enough, and this work would refuse its settings
-            shutil.rmtree(workdir.path)
+            shutil.rmtree(work)
             raise
         settings["data"] = chosen.report.to_dict()
         calibration = Calibration(observed, model_hash, settings, versions, len(chosen.ids), chosen.tokens)
         calibration.save(out)
-        shutil.rmtree(workdir.path)
+        shutil.rmtree(work)
     return calibration
 
 
-def _run_all(
-    parts: BlockModel, batches: list[Tensor], workdir: CalibrationWorkdir, progress: Progress
-) -> dict[str, Observed]:
+def _run_all(parts: BlockModel, batches: list[Tensor], work: Path, progress: Progress) -> dict[str, Observed]:
     """Run every part that the work folder does not have yet. Returns the sites of all parts."""
     linears = [layer.name for layer in select_linears(parts.model) if not layer.reason]
     observer = Observer(parts.model, linears, parts.experts)
     count, doing = len(parts.blocks) + 2, "calibrating, block by block"
+    folders = [work / f"part-{part:03d}" for part in range(count)]
     with observer.watch(), parts.loaded_frame():
-        for part in (part for part in range(count) if not workdir.part(part).is_dir()):
+        for part in (part for part in range(count) if not folders[part].is_dir()):
             progress(part, count, doing)
-            before = workdir.part(part - 1)
-            with whole_folder(workdir.part(part)) as after:
+            before = folders[part - 1]  # of part 0 the last, which is not there yet
+            with whole_folder(folders[part]) as after:
                 _run_part(parts, part, batches, observer, before, after)
                 sites = observer.take()
                 if 0 < part < count - 1:
@@ -309,7 +300,7 @@ def _run_all(
                 save_tensors(to_tensors(sites), after / SITES, {"sites": json.dumps(describe(sites))})
             for hidden in before.glob("hidden-*"):
                 hidden.unlink()
-    observed = {name: site for part in range(count) for name, site in workdir.load(part).items()}
+    observed = {name: site for folder in folders for name, site in _load_sites(folder).items()}
     called = {layer for site in observed.values() for layer in site.layers}  # not what ESM predicts contacts with
     check_seen(observed, parts.outside(filter(called.__contains__, linears)), "what is in no block")
     progress(count, count, doing)
