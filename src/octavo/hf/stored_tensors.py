@@ -156,17 +156,17 @@ class ExpertReader(ShardReader):
 
 
 class DequantizedReader(ShardReader):
-    """The tensors of a packed folder, its packed weights as float32 numbers."""
+    """The tensors of a packed folder, its packed weights as numbers in `dtype`, rounded once."""
 
-    def __init__(self, packed: PackedTensors) -> None:
-        self.folder, self._packed, specs = packed.folder, packed, packed.reader.specs
+    def __init__(self, packed: PackedTensors, dtype: torch.dtype = torch.float32) -> None:
+        self.folder, self._packed, self._dtype, specs = packed.folder, packed, dtype, packed.reader.specs
         self.specs = {name: specs[name] for name in packed.others}
-        self.specs |= {f"{name}.weight": specs[f"{name}.weight"].float() for name in packed.packing.schemes}
+        self.specs |= {f"{name}.weight": specs[f"{name}.weight"].to(dtype) for name in packed.packing.schemes}
 
     def get(self, name: str) -> Tensor:
         layer = name.removesuffix(".weight")
         packed = layer in self._packed.packing.schemes
-        return self._packed.weight(layer).dequantize() if packed else self._packed.other(name)
+        return self._packed.weight(layer).dequantize(self._dtype) if packed else self._packed.other(name)
 
 
 class AdaptedReader(ShardReader):

@@ -25,6 +25,7 @@ from octavo.evaluation.metrics import energies, sqnr
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.meta_model import arguments_of, measured_part, predicts_tokens, read_meta_model
 from octavo.hf.source import open_source
+from octavo.hf.stored_tensors import DequantizedReader
 from octavo.inference.opening import load_packed
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models.decoder import Decoder
@@ -61,19 +62,16 @@ def unpack(folder: str | Path, out: str | Path, progress: Progress = no_progress
     """
     folder, out = Path(folder), Path(out)
     packed = _open(folder)
-    specs = {name: packed.reader.specs[name] for name in packed.others}
-    weights = [f"{name}.weight" for name in packed.packing.schemes]
-    specs |= {weight: packed.reader.specs[weight].to(UNQUANTIZED_DTYPE) for weight in weights}
+    wide = DequantizedReader(packed, UNQUANTIZED_DTYPE)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, packed.other(name)) for name in packed.others)
-        for done, name in enumerate(packed.packing.schemes, start=1):
-            yield f"{name}.weight", packed.weight(name).dequantize(UNQUANTIZED_DTYPE)
-            progress(done, len(packed.packing.schemes), "unpacking")
+        for done, name in enumerate(wide.specs, start=1):
+            yield name, wide.get(name)
+            progress(done, len(wide.specs), "unpacking")
 
     with whole_folder(out) as partial:
         packed.describe(partial, None)
-        write_shards(partial, specs, tensors(), {"format": "pt", "octavo_version": __version__})
+        write_shards(partial, wide.specs, tensors(), {"format": "pt", "octavo_version": __version__})
     return Repacked(out, unused=packed.unused)
 
 
