@@ -158,8 +158,7 @@ def _scheme(group: Mapping[str, Any], path: str, where: Path) -> Scheme:
 
 
 def _arguments(value: Any) -> Any:
-    """The arguments of a cast in the newest spelling, with the defaults of missing ones. The dtype of a float scale is
-    left out: it is that of the tensor."""
+    """The arguments of a cast in the newest spelling, with defaults. A float scale has the dtype of its tensor."""
     if not isinstance(value, dict):
         return value
     said = {"dynamic": False, "symmetric": True} | {

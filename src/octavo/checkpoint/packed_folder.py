@@ -143,12 +143,8 @@ class PackedTensors:
 
 
 def _unpacked(stated: list[str], plain: list[str], *, exact: bool) -> list[str]:
-    """The unpacked linear layers, of those whose weight is `plain`, that a list of modules names. The list may hold
-    patterns and modules of other kinds.
-
-    A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is included even if the
-    list lacks it: some writers rely on readers to leave heads unpacked.
-    """
+    """The linear layers, of those whose weight is `plain`, that a list of modules and patterns names; and heads: a tied
+    one has no weight of its own, and some writers rely on readers to leave heads unpacked."""
     names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in schemes.HEADS)
     for entry in stated:
         head = entry.rstrip("*.")

@@ -149,8 +149,7 @@ class BlockModel:
 
     @torch.no_grad()
     def _run(self, ids: Tensor, index: int, block: Callable[..., Tensor]) -> Tensor:
-        """Run the model's forward, with `block` instead of one block, until it raises `_Stop` or ends. The other
-        blocks return their input."""
+        """Run the model with `block` in place of one block until it raises `_Stop`; the others return their input."""
         replaced = [m for m in (*self._modules, self._head) if m is not None]
         real = self._modules[index].forward
         try:

@@ -216,8 +216,7 @@ def _metadata(model: _Model) -> dict[str, Any]:
 
 
 def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterable[Tensor]) -> int:
-    """Write the tensors `data`, in the order of `model.tensors`, to the file `path`, which appears whole or not at all;
-    return its size in bytes. Values of `metadata` are numbers, booleans, strings, and lists of them."""
+    """Write `data`, in the order of `model.tensors`, to the file `path`, whole or not at all; return its bytes."""
     gguf, partial = model.gguf, path.parent / f".{path.name}.partial"
     writer = gguf.GGUFWriter(partial, model.architecture)
     values, types = gguf.GGUFValueType, gguf.GGMLQuantizationType
@@ -259,8 +258,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # t
 
 
 def _tokenizer(gguf: Any, folder: Path, size: int) -> dict[str, Any]:
-    """The tokenizer of a Hugging Face folder as keys and values of GGUF; an ArtifactError if it is not a BPE that
-    llama.cpp can follow. `size` are the rows of the embedding; one without a token is an unused token."""
+    """The tokenizer of a folder as keys and values of GGUF. Of `size` rows of the embedding, some may have no token."""
     path = folder / "tokenizer.json"
     found = read_json(path)
     model = found.get("model") or {}

@@ -156,8 +156,7 @@ def static_scales(
 
 
 def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The scales of inputs, float32 [1], and of weights, float32 [1, 1]. The checkpoint holds them for some of
-    `layers`. An ArtifactError if it has no scales at all, a damaged one, or one of a layer that no step has used."""
+    """The scales of inputs, float32 [1], and of weights, float32 [1, 1], of those of `layers` in the checkpoint."""
     path = source.origin / "state.safetensors"
     state = load_tensors(path)
     inputs, weights = {}, {}

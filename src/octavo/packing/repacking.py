@@ -143,9 +143,8 @@ def _open(folder: Path) -> PackedTensors:
 
 
 def _lost(packed: PackedTensors) -> list[str]:
-    """The tensors that the folder lacks: of those that Octavo wrote, as octavo.json lists them, or else of those that
-    the model needs. None are known of a model that transformers does not build, or where the folder has others in their
-    place, as under the names of older writers."""
+    """The tensors that the folder lacks: of those that Octavo wrote, or else of those that the model needs. None are
+    known where transformers does not build the model, or the folder has others, as under the names of older writers."""
     specs, listed = packed.reader.specs.keys(), read_record(packed.folder).get("checksums")
     if listed and packed.reader.written == specs:  # transformers need not be imported
         return sorted(listed.keys() - specs)
@@ -162,8 +161,7 @@ def _lost(packed: PackedTensors) -> list[str]:
 def _still_true(
     packed: PackedTensors, packing: Packing, sqnr: Mapping[str, float], same_inputs: bool
 ) -> dict[str, object]:
-    """The entries of the old octavo.json that hold for the new folder. They record the folded factors, the layers
-    with bytes that `pack` cast, and with `same_inputs` the source of stored scales."""
+    """The entries of the old octavo.json that hold for the new folder; with `same_inputs` that of scales, too."""
     record = read_record(packed.folder)
     cast = record.get("layers") or {}
     copied = [name for name in cast if name in packing.schemes and math.isinf(sqnr[name])]

@@ -313,8 +313,7 @@ _SAME, _CAST = 2.0**-7, 0.1  # |w - w_file| / |w_file|, of the worst row: rounde
 
 
 def _held(module: nn.Module, leaf: str = "weight") -> tuple[Tensor, bool, str]:
-    """The numbers of a parameter or buffer of a module, float32 [..., N, K]; True if it is eight-bit; and what is wrong
-    with its scale, or ""."""
+    """The numbers of a tensor, float32 [..., N, K]; True if it is eight-bit; what is wrong with its scale, or ""."""
     tensor = getattr(module, leaf).detach()
     if hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "dequantize"):
         scales = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0] if "scale" in name]
@@ -387,8 +386,7 @@ def _weight_faults(model: nn.Module, folder: Path | None, remarks: list[str]) ->
 
 
 def _readers(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], set[str]]:
-    """A function that reads and dequantizes each tensor of a folder, by the names that transformers' model has; and the
-    names of those in eight bits, stacks among them."""
+    """A function that reads each tensor of a folder, widened, by transformers' name; and the names in eight bits."""
     files = read_files(folder)
     if files.findings:
         raise ArtifactError(f"{folder / files.findings[0].where} {files.findings[0].message}: see octavo verify")

@@ -265,8 +265,7 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str =
 
 
 def _content(path: Path) -> Any:
-    """The content of a file: a JSON object (of tokenizer.json the ids of tokens, and its merges), the lines of a text
-    without comments, or else its bytes. None if it cannot be read."""
+    """A JSON object (of tokenizer.json ids and merges), the lines of a text, or else bytes. None if it is not read."""
     content = path.read_bytes()
     try:
         if path.suffix == ".json":

@@ -289,8 +289,7 @@ def _tensors(source: Source) -> dict[str, Tensor]:
 
 
 def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec], packed: Collection[str]) -> None:
-    """Check weights that are not compared with MODEL's for scales that look reciprocal, and those that Octavo has
-    `packed` for scales that do not fit their bytes."""
+    """Check without MODEL: weights for scales that look reciprocal, those that Octavo `packed` for scales that fit."""
     floats = ((name, f"{name}.{spec.scale}", spec) for name, spec in layers.items() if not spec.integers)
     values = ((name, scale_values(files.get(scale), spec)) for name, scale, spec in floats)
     if suspects := suspected(values, PackedLayers(files, layers, "cpu").weight):
