@@ -12,42 +12,19 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from octavo.checkpoint import scheme as schemes
 from octavo.checkpoint.files import ArtifactError, read_json
 from octavo.checkpoint.folder import MODULES, check_config, refuse_run
-from octavo.checkpoint.scheme import (
-    BLOCK,
-    BLOCK_POW2,
-    CHANNEL,
-    HEADS,
-    INPUT_SCALE_NAME,
-    MX,
-    OTHER_NAMES,
-    SCALE_ENDINGS,
-    SCALE_NAME,
-    SCHEMES,
-    STATIC,
-    TENSORWISE,
-    WEIGHT,
-    WEIGHT_ONLY,
-    Groups,
-    Layout,
-    Scheme,
-    are_names,
-    check_settings,
-    differences,
-    is_kv_scale,
-    is_named,
-    packed_layers,
-    read_number,
-    read_scale,
-)
+from octavo.checkpoint.scheme import BLOCK, CHANNEL, SCALE_NAME, SCHEMES, STATIC, Groups, Layout, Scheme
 from octavo.numerics import TENSOR
+from octavo.util import reading
 from octavo.version import __version__
 
 EXPERT_DTYPE = torch.float8_e4m3fn
@@ -55,6 +32,63 @@ UNQUANTIZED_DTYPE = torch.bfloat16
 _CHOOSES_CODE = (
     "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation", "auto_map",
 )  # fmt: skip
+
+
+# ---- The settings of a `quantization_config`, compared with those that are required.
+
+
+# Fields of other writers that no reader needs.
+_REMARKS = (
+    "version", "observer", "observer_kwargs", "ignore", "format", "config_groups", "targets",
+    "modules_to_not_convert", "ignored_layers", "exclude_modules", "producer", "fmt", "zp_dtype",
+    "global_compression_ratio", "dequantize",
+)  # fmt: skip
+
+
+def differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str) -> list[str]:
+    """The fields in which `found` differs from `required`, except empty ones (None, "", []) that are not required."""
+    wrong = []
+    for key in [*required, *(key for key in found if key not in required)]:
+        value, wanted = found.get(key), required.get(key)
+        if isinstance(wanted, dict) and isinstance(value, dict):
+            wrong += differences(value, wanted, f"{path}.{key}")
+        elif key not in _REMARKS and (key in required or value) and value != wanted:
+            wrong.append(f"{path}.{key} is {value!r}, required {wanted!r}")
+    return wrong
+
+
+def check_settings(found: Mapping[str, Any], required: Mapping[str, Any], where: Path) -> None:
+    """Raise an ArtifactError that lists where the `quantization_config` `found` differs from `required`."""
+    if wrong := differences(found, required, "quantization_config"):
+        raise ArtifactError(f"{where}: octavo does not run this packing, pack the model in BF16: {'; '.join(wrong)}")
+
+
+def listed_modules(layout: Layout, found: Mapping[str, Any], where: Path) -> list[str]:
+    """The modules that a `quantization_config` lists as unpacked, norms and patterns among them. An ArtifactError if it
+    is no list of names."""
+    key = next((key for key in layout.ignore if found.get(key)), layout.ignore[0])
+    listed = found.get(key) or []
+    if not are_names(listed):
+        raise ArtifactError(f"{where}: quantization_config.{key} must be a list of module names, got {listed!r}")
+    return list(listed)
+
+
+def are_names(found: object) -> bool:
+    return isinstance(found, list) and all(isinstance(name, str) for name in found)
+
+
+def is_named(entry: str, name: str, *, exact: bool) -> bool:
+    """True if `entry`, of a list of modules, names the module `name`.
+
+    An entry "re:..." is a regular expression. With `exact` any other entry is a whole name. Without it, the entry may
+    also be the name of a parent module, the last parts of the name, or a glob.
+    """
+    if entry.startswith("re:"):
+        with reading(entry, "a regular expression, as an entry of quantization_config must be", ArtifactError):
+            return re.match(entry.removeprefix("re:"), name) is not None
+    if exact or entry == name:
+        return entry == name
+    return name.startswith(f"{entry}.") or name.endswith(f".{entry}") or fnmatchcase(name, entry)
 
 
 # ---- The layout compressed-tensors: any scheme, and several in one model (github.com/vllm-project/compressed-tensors).
@@ -147,7 +181,7 @@ def _groups(found: Mapping[str, Any], where: Path) -> Groups:
 
 def _scheme(group: Mapping[str, Any], path: str, where: Path) -> Scheme:
     group = {key: _arguments(value) for key, value in group.items()}
-    wrong = {scheme: differences(group, scheme.group([]), path) for scheme in (*SCHEMES.values(), *WEIGHT_ONLY)}
+    wrong = {scheme: differences(group, scheme.group([]), path) for scheme in (*SCHEMES.values(), *schemes.WEIGHT_ONLY)}
     closest = min(wrong, key=lambda scheme: len(wrong[scheme]))
     if wrong[closest]:
         raise ArtifactError(
@@ -183,9 +217,9 @@ _POW2, _WHOLE = _BLOCKS | {"scale_fmt": "ue8m0"}, _BLOCKS | {"weight_block_size"
 _MADE = {"scale_fmt": "float", "expert_dtype": "fp8"}  # where a folder does not state them
 _VARIANTS: dict[Scheme, dict[str, Any]] = {
     BLOCK: _MADE | _BLOCKS,
-    BLOCK_POW2: _MADE | _POW2,
-    MX: _MADE | _POW2 | {"weight_block_size": [1, 32]},
-    TENSORWISE: _MADE | _WHOLE,
+    schemes.BLOCK_POW2: _MADE | _POW2,
+    schemes.MX: _MADE | _POW2 | {"weight_block_size": [1, 32]},
+    schemes.TENSORWISE: _MADE | _WHOLE,
     STATIC: _MADE | _WHOLE | {"activation_scheme": "static"},
 }
 
@@ -214,7 +248,8 @@ class Fp8(Layout):
 
     def names_in_memory(self, name: str, kv_cache: bool) -> list[str]:
         module, _, leaf = name.rpartition(".")
-        return [f"{module}.{OTHER_NAMES[leaf]}"] if leaf in OTHER_NAMES else super().names_in_memory(name, kv_cache)
+        ours = schemes.OTHER_NAMES.get(leaf)
+        return [f"{module}.{ours}"] if ours else super().names_in_memory(name, kv_cache)
 
 
 # ---- The layout modelopt, which NVIDIA ModelOpt exports, and vLLM and TensorRT-LLM read.
@@ -278,12 +313,12 @@ class ModelOpt(Layout):
 
     def rename(self, name: str) -> str:
         module, _, leaf = name.rpartition(".")
-        return f"{module}.{leaf[0]}_proj.{leaf}" if is_kv_scale(name) else name
+        return f"{module}.{leaf[0]}_proj.{leaf}" if schemes.is_kv_scale(name) else name
 
     def reshape(self, scale: Tensor, name: str, scheme: Scheme | None) -> Tensor:
         leaf = name.rpartition(".")[2]
         of_tensor = scheme is not None and scheme.weight.granularity == TENSOR
-        if is_kv_scale(name) or (of_tensor and leaf in (SCALE_NAME, INPUT_SCALE_NAME)):
+        if schemes.is_kv_scale(name) or (of_tensor and leaf in (SCALE_NAME, schemes.INPUT_SCALE_NAME)):
             return scale.reshape(())
         if scheme is None or leaf != SCALE_NAME:
             return scale
@@ -323,9 +358,9 @@ def _in_newer_spelling(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
 _DYNAMIC, _WEIGHTS = "Float8DynamicActivationFloat8WeightConfig", "Float8WeightOnlyConfig"
 _CONFIGURATIONS: dict[tuple[str, ...], Scheme] = {
     (_DYNAMIC, "PerRow"): CHANNEL,
-    (_DYNAMIC, "PerTensor"): TENSORWISE,
-    (_WEIGHTS, "PerRow"): WEIGHT,
-    (_WEIGHTS, "PerTensor"): WEIGHT_ONLY[0],
+    (_DYNAMIC, "PerTensor"): schemes.TENSORWISE,
+    (_WEIGHTS, "PerRow"): schemes.WEIGHT,
+    (_WEIGHTS, "PerTensor"): schemes.WEIGHT_ONLY[0],
 }
 
 
@@ -433,10 +468,10 @@ class Packing:
         return found
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
-        if is_kv_scale(name):
-            return read_number(tensor)
-        scheme = self.schemes.get(name.rpartition(".")[0]) if name.endswith(SCALE_ENDINGS) else None
-        return tensor if scheme is None else read_scale(tensor, name.rpartition(".")[2], scheme)
+        if schemes.is_kv_scale(name):
+            return schemes.read_number(tensor)
+        scheme = self.schemes.get(name.rpartition(".")[0]) if name.endswith(schemes.SCALE_ENDINGS) else None
+        return tensor if scheme is None else schemes.read_scale(tensor, name.rpartition(".")[2], scheme)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -498,12 +533,13 @@ def read_packing(config: Mapping[str, Any], linears: Sequence[str], where: Path,
     groups = layout.read({key: value for key, value in found.items() if key != "kv_cache_scheme"}, where)
     if cache is not None:
         check_settings({"kv_cache_scheme": cache}, {"kv_cache_scheme": layout.cache}, where)
-    linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in HEADS]
-    packed = packed_layers(layout, found, linears, where)
-    schemes = {name: scheme for name in packed if (scheme := _scheme_of(name, groups)) is not None}
-    if left := [name for name in packed if name not in schemes]:
+    linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in schemes.HEADS]
+    listed = listed_modules(layout, found, where)
+    packed = [name for name in linears if not any(is_named(entry, name, exact=layout.exact) for entry in listed)]
+    chosen = {name: scheme for name in packed if (scheme := _scheme_of(name, groups)) is not None}
+    if left := [name for name in packed if name not in chosen]:
         raise ArtifactError(f"{where}: no group of config_groups has {left[0]}, and ignore does not: pack it again")
-    return Packing(layout, schemes, cache is not None)
+    return Packing(layout, chosen, cache is not None)
 
 
 def _scheme_of(name: str, groups: Groups) -> Scheme | None:

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.checkpoint import layouts
 from octavo.checkpoint import scheme as schemes
 from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
-from octavo.checkpoint.layouts import Packing, layout_of, quantization_config, read_config, read_packing, write_config
+from octavo.checkpoint.layouts import Packing
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_ENDINGS, SCALE_NAME, KvScales, Scheme
 from octavo.numerics import QTensor
 from octavo.numerics.formats import E4M3
@@ -29,12 +30,12 @@ class PackedTensors:
 
     def __init__(self, folder: str | PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.config = read_config(self.folder)
+        where = self.folder / "config.json"
+        self.config = layouts.read_config(self.folder)
         self.reader = ShardReader(self.folder)
         settings: dict[str, Any] = self.config.get("quantization_config") or {}  # `read_packing` refuses none
-        layout = layout_of(settings)
-        listed = next((settings[key] for key in layout.ignore if settings.get(key)), None)
-        stated = [str(entry) for entry in listed] if isinstance(listed, list) else []  # `read_packing` refuses another
+        layout = layouts.layout_of(settings)
+        stated = layouts.listed_modules(layout, settings, where)
         specs = self.reader.specs
         weights = {
             name.removesuffix(".weight"): spec.dtype in schemes.WEIGHT_DTYPES
@@ -49,7 +50,7 @@ class PackedTensors:
         scaled = [name.rpartition(".")[0] for name in specs if name.endswith((f".{SCALE_NAME}", f".{SCALE_NAME}_inv"))]
         in_eight_bits = [name for name, packed in weights.items() if packed]
         linears = list(dict.fromkeys([*scaled, *in_eight_bits, *self.ignored]))
-        packing = read_packing(self.config, linears, self.folder / "config.json", plain)
+        packing = layouts.read_packing(self.config, linears, where, plain)
         cache = [name for name in specs if any(map(schemes.is_kv_scale, packing.names_in_memory(name)))]
         self._kv_scales = packing.from_files({name: self.reader.get(name) for name in cache})
         required = schemes.kv_tensors(linears, packing.kv_cache)
@@ -137,8 +138,8 @@ class PackedTensors:
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         if packing is not None:
             linears = dict.fromkeys([*packing.schemes, *self.ignored, *self._other_names])
-            config["quantization_config"] = quantization_config(packing, linears, self.folder)
-        write_config(target, config)
+            config["quantization_config"] = layouts.quantization_config(packing, linears, self.folder)
+        layouts.write_config(target, config)
         copy_description(self.folder, target)
 
 
@@ -149,5 +150,5 @@ def _unpacked(stated: list[str], plain: list[str], *, exact: bool) -> list[str]:
     for entry in stated:
         head = entry.rstrip("*.")
         names |= dict.fromkeys([head] if head.endswith("lm_head") else [])
-        names |= dict.fromkeys(name for name in plain if schemes.is_named(entry, name, exact=exact))
+        names |= dict.fromkeys(name for name in plain if layouts.is_named(entry, name, exact=exact))
     return list(names)

@@ -16,10 +16,8 @@ A scheme is the storage of the weight, and the cast of the input when the layer 
 Weights and inputs are e4m3, and in int8 integers of -127 to 127. Every scale multiplies: w ≈ weight * weight_scale.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +31,6 @@ from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
 from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_backend, product_backend, takes_fnuz
 from octavo.ops.launching import Place
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
-from octavo.util import reading
 
 
 @dataclass(frozen=True, eq=False)
@@ -476,60 +473,3 @@ class Layout:
     def reshape(self, scale: Tensor, name: str, scheme: Scheme | None) -> Tensor:
         """The tensor `name` of a layer packed by `scheme` (None: of no such layer) as files have it."""
         return scale
-
-
-# ---- The settings of a `quantization_config`, compared with those that are required.
-
-
-# Fields of other writers that no reader needs.
-_REMARKS = (
-    "version", "observer", "observer_kwargs", "ignore", "format", "config_groups", "targets",
-    "modules_to_not_convert", "ignored_layers", "exclude_modules", "producer", "fmt", "zp_dtype",
-    "global_compression_ratio", "dequantize",
-)  # fmt: skip
-
-
-def differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str) -> list[str]:
-    """The fields in which `found` differs from `required`, except empty ones (None, "", []) that are not required."""
-    wrong = []
-    for key in [*required, *(key for key in found if key not in required)]:
-        value, wanted = found.get(key), required.get(key)
-        if isinstance(wanted, dict) and isinstance(value, dict):
-            wrong += differences(value, wanted, f"{path}.{key}")
-        elif key not in _REMARKS and (key in required or value) and value != wanted:
-            wrong.append(f"{path}.{key} is {value!r}, required {wanted!r}")
-    return wrong
-
-
-def check_settings(found: Mapping[str, Any], required: Mapping[str, Any], where: Path) -> None:
-    """Raise an ArtifactError that lists where the `quantization_config` `found` differs from `required`."""
-    if wrong := differences(found, required, "quantization_config"):
-        raise ArtifactError(f"{where}: octavo does not run this packing, pack the model in BF16: {'; '.join(wrong)}")
-
-
-def packed_layers(layout: Layout, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> list[str]:
-    """The layers of `linears` that a `quantization_config` does not list as unpacked. The list may also name modules
-    that are no linear layers, such as norms. An ArtifactError if it is no list of names."""
-    key = next((key for key in layout.ignore if found.get(key)), layout.ignore[0])
-    ignore = found.get(key) or []
-    if not are_names(ignore):
-        raise ArtifactError(f"{where}: quantization_config.{key} must be a list of module names, got {ignore!r}")
-    return [name for name in linears if not any(is_named(entry, name, exact=layout.exact) for entry in ignore)]
-
-
-def are_names(found: object) -> bool:
-    return isinstance(found, list) and all(isinstance(name, str) for name in found)
-
-
-def is_named(entry: str, name: str, *, exact: bool) -> bool:
-    """True if `entry`, of a list of modules, names the module `name`.
-
-    An entry "re:..." is a regular expression. With `exact` any other entry is a whole name. Without it, the entry may
-    also be the name of a parent module, the last parts of the name, or a glob.
-    """
-    if entry.startswith("re:"):
-        with reading(entry, "a regular expression, as an entry of quantization_config must be", ArtifactError):
-            return re.match(entry.removeprefix("re:"), name) is not None
-    if exact or entry == name:
-        return entry == name
-    return name.startswith(f"{entry}.") or name.endswith(f".{entry}") or fnmatchcase(name, entry)

@@ -19,14 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.folder import check_absent, has_tokenizer, read_card
-from octavo.checkpoint.layouts import (
-    LAYOUTS,
-    UNQUANTIZED_DTYPE,
-    Packing,
-    get_layout,
-    not_for_transformers,
-    quantization_config,
-)
+from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Packing, get_layout, not_for_transformers, quantization_config
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Layout, Scheme, groups
 from octavo.hf.meta_model import names_language_model
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
@@ -342,7 +335,7 @@ def card_of(
         _BEGIN,
         f"# {name}",
         f"Packed in eight bits by Octavo from `{source}`: linear layers {schemes}, in the layout {record['layout']}.",
-        *_opening(name, config, LAYOUTS[record["layout"]], list(counts)),
+        *_opening(name, config, get_layout(record["layout"]), list(counts)),
         quality,
         _END,
     ]
