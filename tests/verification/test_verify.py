@@ -239,8 +239,9 @@ def test_a_layer_far_below_its_neighbours_is_named(tmp_path, no_readers):
 
 
 def test_stored_scales_without_a_calibration_and_of_another(made, tmp_path, no_readers):
-    folder = made("llama", scheme="static", kv_cache="fp8")
-    assert verify(folder, made("llama"), calibration=made("llama", "calibrated")).remarks == []
+    folder = shutil.copytree(made("llama", scheme="static", kv_cache="fp8"), tmp_path / "packed")
+    how = {"against": made("llama"), "calibration": made("llama", "calibrated")}
+    assert verify(folder, **how).remarks == []
     assert "(18 stored scales) was not judged: give --calibration" in verify(folder, made("llama")).remarks[0]
     (tmp_path / "text.txt").write_text("Another text, of other words. " * 40)
     calibrate(made("llama"), [str(tmp_path / "text.txt")], tmp_path / "other", prompts=PromptOptions(16, 64))
@@ -251,12 +252,7 @@ def test_stored_scales_without_a_calibration_and_of_another(made, tmp_path, no_r
         verify(made("qwen2", scheme="channel"), made("qwen2"), calibration=made("llama", "calibrated"))
     with pytest.raises(ValueError, match="that it was packed from: give --against"):
         verify(folder, calibration=made("llama", "calibrated"))
-
-
-def test_stored_scales_by_an_unknown_rule_are_a_remark(made, tmp_path, no_readers):
-    folder = shutil.copytree(made("llama", scheme="static", kv_cache="fp8"), tmp_path / "foreign")
-    (folder / "octavo.json").unlink()
-    how = {"against": made("llama"), "calibration": made("llama", "calibrated")}
+    (folder / "octavo.json").unlink()  # by an unknown rule
     assert verify(folder, **how).remarks == []
     change_tensors(folder, lambda t: t["model.layers.1.self_attn.k_scale"].mul_(10))
     (remark,) = verify(folder, **how).remarks
