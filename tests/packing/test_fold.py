@@ -2,6 +2,7 @@
 
 import json
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,13 +77,25 @@ def weights(folder):
 @pytest.mark.parametrize("how", ["smooth", "rotate", "both"])
 def test_the_folded_model_computes_the_same(tmp_path, decoder, name, how):
     source, calibration = decoder(name)
-    smooth = calibration if how != "rotate" else None
-    report = fold(source, tmp_path / "out", smooth=smooth, rotate=how != "smooth", dtype="float32")
+    given: dict[str, Any] = {"smooth": calibration} if how != "rotate" else {}
+    given |= {"rotate": True, "seed": 5} if how != "smooth" else {}
+    seen: list[tuple[int, int]] = []
+    report = fold(source, tmp_path / "out", dtype="float32", progress=lambda *at: seen.append(at[:2]), **given)
     assert off(tmp_path / "out", source) < 1e-5
     before, after = weights(source), weights(tmp_path / "out")
     changed = [key for key in after if key not in before or not torch.equal(before[key], after[key])]
     assert len(changed) == report.changed
     assert report.untied == (how != "smooth" and name != "llama")
+    assert seen[-1] == (len(before), len(before))
+    record = json.loads((tmp_path / "out" / "octavo.json").read_text())
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert record["source"] == file.metadata()["octavo_source"] == name
+    rotated_by, smoothed_by = (record["folded"][part] for part in ("rotate", "smooth"))
+    blocks = dict(zip(("stream_block", "head_block"), report.rotated or (), strict=False))
+    assert rotated_by == ({"seed": 5} | blocks if how != "smooth" else None)
+    if how == "both":
+        assert smoothed_by["calibration"]["model_hash"] == hash_model(source)
+        assert list(smoothed_by["factors"]) == [f"model.layers.{i}.mlp.up_proj" for i in range(3)]
 
 
 @pytest.mark.parametrize("name", with_slow(["llama", "qwen2", "opt", "bert", "bert masked"]))
@@ -178,22 +191,6 @@ def test_a_run_is_rotated(tmp_path):
     truth = outputs(llama.double())
     assert all(distance(outputs(model), truth) < 1e-5 for model in outs)
     assert not torch.equal(outs[0].lm_head.weight, outs[1].lm_head.weight)
-
-
-def test_the_record_says_what_was_done(tmp_path):
-    source = make(tmp_path, "llama")
-    calibration = calibrated(source, tmp_path)
-    seen: list[tuple[int, int]] = []
-    fold(source, tmp_path / "out", smooth=calibration, rotate=True, seed=5, progress=lambda *at: seen.append(at[:2]))
-    record = json.loads((tmp_path / "out" / "octavo.json").read_text())
-    assert record["source"] == "llama"
-    assert record["folded"]["rotate"] == {"seed": 5, "stream_block": 32, "head_block": 8}
-    assert record["folded"]["smooth"]["calibration"]["model_hash"] == hash_model(source)
-    assert list(record["folded"]["smooth"]["factors"]) == [f"model.layers.{i}.mlp.up_proj" for i in range(3)]
-    assert seen[-1][0] == seen[-1][1] == len(weights(source))
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert file.metadata()["octavo_source"] == "llama"
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_what_cannot_be_folded(tmp_path):
