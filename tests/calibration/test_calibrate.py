@@ -149,11 +149,12 @@ def before_blocks(monkeypatch, note):
 
 
 def test_memory_holds_one_block_at_a_time(llama, tmp_path, data, monkeypatch):
-    """Parameters with numbers, counted in every call of a block: the frame's and one block's."""
+    """Weights with numbers, counted in every call of a block: the frame's and one block's."""
     counts = []
 
     def count(parts, index):
-        counts.append((index, sum(p.numel() for p in parts.model.parameters() if not p.is_meta)))
+        assert all(p.is_meta for p in parts.model.parameters())
+        counts.append((index, sum(t.numel() for t in parts.loaded.values())))
 
     before_blocks(monkeypatch, count)
     calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)

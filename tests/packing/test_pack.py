@@ -151,9 +151,9 @@ def test_they_are_packed_and_read_as_they_are(source, tmp_path):
 
 def test_a_calibration_runs_with_them(source):
     parts = BlockModel(open_source(source), "cpu")
-    with parts.loaded_frame(), parts.loaded_block(1):
-        assert torch.equal(parts.model.get_buffer(NAME), BIAS)
-        assert parts.run_part(0, IDS, None).shape == (*IDS.shape, 128)
+    parts.load_block(1)
+    assert torch.equal(parts.loaded[NAME], BIAS)
+    assert parts.run_part(0, IDS, None).shape == (*IDS.shape, 128)
 
 
 def test_the_mask_of_a_buffer_stays_finite(made, tmp_path):

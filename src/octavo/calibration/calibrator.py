@@ -13,7 +13,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -282,7 +281,7 @@ def _run_all(parts: BlockModel, batches: list[Tensor], work: Path, progress: Pro
     observer = Observer(parts.model, linears, parts.experts)
     count, doing = len(parts.blocks) + 2, "calibrating, block by block"
     folders = [work / f"part-{part:03d}" for part in range(count)]
-    with observer.watch(), parts.loaded_frame():
+    with observer.watch():
         for part in (part for part in range(count) if not folders[part].is_dir()):
             progress(part, count, doing)
             before = folders[part - 1]  # of part 0 the last, which is not there yet
@@ -311,11 +310,10 @@ def _run_part(
     parts: BlockModel, part: int, batches: list[Tensor], observer: Observer, before: Path, after: Path
 ) -> None:
     """Run a part on the hidden states in the folder `before`, and write those after it into the folder `after`."""
-    is_block = 0 < part <= len(parts.blocks)
-    with parts.loaded_block(part - 1) if is_block else nullcontext():
-        for i, ids in enumerate(batches):
-            name = f"hidden-{i:06d}.safetensors"
-            hidden = load_tensors(before / name)["hidden"] if part else None
-            hidden = parts.run_part(part, ids, hidden, observer.looking)
-            if part <= len(parts.blocks):
-                save_tensors({"hidden": hidden.to("cpu", torch.bfloat16)}, after / name)  # [B, T, width]
+    parts.load_block(part - 1 if 0 < part <= len(parts.blocks) else None)
+    for i, ids in enumerate(batches):
+        name = f"hidden-{i:06d}.safetensors"
+        hidden = load_tensors(before / name)["hidden"] if part else None
+        hidden = parts.run_part(part, ids, hidden, observer.looking)
+        if part <= len(parts.blocks):
+            save_tensors({"hidden": hidden.to("cpu", torch.bfloat16)}, after / name)  # [B, T, width]

@@ -8,13 +8,14 @@ is called on the ids. So the model itself computes the arguments of its blocks (
 return their input, block i gets the stored hidden states, and its output ends the call.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from octavo.architectures import ARCHITECTURES
 from octavo.checkpoint.files import ArtifactError, model_tensors
@@ -63,11 +64,11 @@ class _Stop(Exception):  # noqa: N818, it is no error
 
 
 class BlockModel:
-    """The model of `source`, run in parts on `device`, all of them within a `loaded_frame` block.
+    """The model of `source`, run in parts on `device`.
 
-    `model` is on the meta device, except the weights that are loaded. `blocks` are the names of its blocks; `experts`
-    has the matrices of each module of experts, by their names in the files. An ArtifactError if the architecture cannot
-    run block by block.
+    `model` stays on the meta device; `loaded` has the weights of its next call by their names, those of the frame and
+    of one block. `blocks` are the names of its blocks; `experts` has the matrices of each module of experts, by their
+    names in the files. An ArtifactError if the architecture cannot run block by block.
     """
 
     def __init__(self, source: Source, device: str | torch.device) -> None:
@@ -84,6 +85,7 @@ class BlockModel:
         self.device, self._files = torch.device(device), source.reader
         [stack] = _stacks(self.model)
         self._modules: list[Any] = list(self.model.get_submodule(stack))
+        self.loaded: dict[str, Tensor] = {}
         self.blocks = [f"{stack}.{i}" for i in range(len(self._modules))]
         self._head: Any = self.model.get_output_embeddings()
         heads = {id(module) for module in self._head.modules()} if self._head is not None else set()
@@ -92,39 +94,30 @@ class BlockModel:
         # The name in the files of each tensor that is loaded.
         self._on_disk = {name: name for name in buffers if name in specs}
         for name, names in tied_names(self.model).items():
-            if id(self._owner(name)[0]) not in heads:
+            if id(self.model.get_submodule(name.rpartition(".")[0])) not in heads:
                 self._on_disk[name] = next((each for each in names if each in specs), names[0])
 
     def outside(self, names: Iterable[str]) -> list[str]:
         """The `names` of modules or parameters that are in no block."""
         return [name for name in names if not name.startswith(tuple(f"{block}." for block in self.blocks))]
 
-    def loaded_frame(self) -> AbstractContextManager[None]:
-        """Load the weights outside of the blocks and the head, and compute the buffers that no file holds."""
+    @cached_property
+    def _frame(self) -> dict[str, Tensor]:
+        """The weights outside of the blocks and the head. Buffers that no file holds are computed in the model."""
         compute_buffers(self.model, self.device)
-        return self._loaded(self.outside(self._on_disk))
+        return self._read(self.outside(self._on_disk))
 
-    def loaded_block(self, index: int) -> AbstractContextManager[None]:
-        return self._loaded([name for name in self._on_disk if name.startswith(f"{self.blocks[index]}.")])
+    def load_block(self, index: int | None) -> None:
+        """Load the weights of a block, in place of those of another; None loads the frame alone."""
+        self.loaded = self._frame
+        if index is not None:
+            names = [name for name in self._on_disk if name.startswith(f"{self.blocks[index]}.")]
+            self.loaded = self._frame | self._read(names)
 
-    @contextmanager
-    def _loaded(self, names: list[str]) -> Iterator[None]:
-        filled: dict[str, Tensor] = {}
-        with ExitStack() as emptied:
-            for name in names:
-                owner, leaf = self._owner(name)
-                disk, is_parameter = self._on_disk[name], leaf in owner._parameters
-                tensors: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
-                if disk not in filled:
-                    tensor = self._files.get(disk).to(self.device, tensors[leaf].dtype)
-                    filled[disk] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-                emptied.callback(tensors.__setitem__, leaf, tensors[leaf])
-                tensors[leaf] = filled[disk]
-            yield
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        module, _, leaf = name.rpartition(".")
-        return self.model.get_submodule(module), leaf
+    def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        stated, tied = self.model.state_dict(), {self._on_disk[name]: name for name in names}
+        read = {disk: self._files.get(disk).to(self.device, stated[name].dtype) for disk, name in tied.items()}
+        return {name: read[self._on_disk[name]] for name in names}
 
     def run_part(self, part: int, ids: Tensor, hidden: Tensor | None, looking: Looking = nullcontext) -> Tensor:
         """The hidden states [B, T, width] after a part, from the `hidden` ones before it and ids int64 [B, T].
@@ -158,7 +151,7 @@ class BlockModel:
             if self._head is not None:  # one logit a token, to which ESM adds a bias as wide as the vocabulary
                 self._head.forward = lambda hidden: hidden[..., :1]
             self._modules[index].forward = partial(_call, partial(block, real))
-            self.model(input_ids=ids.to(self.device))
+            functional_call(self.model, self.loaded, (), {"input_ids": ids.to(self.device)}, tie_weights=False)
         except _Stop as stop:
             if not isinstance(stop.hidden, Tensor):
                 raise ArtifactError(
