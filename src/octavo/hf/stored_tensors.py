@@ -39,8 +39,7 @@ class ExpertFiles:
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
         named = (*model.named_parameters(), *model.named_buffers())
-        self.parts: dict[str, list[str]] = {}
-        matrices: set[str] = set()
+        split: dict[str, dict[str, Tensor]] = {}
         if any(parameter.ndim == 3 for parameter in model.parameters()):
             from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -50,12 +49,11 @@ class ExpertFiles:
             vars(model)["_weight_conversions"] = [r for r in saved if type(r).__name__ != "PrefixChange"] or None
             meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
             split = {name: self._revert(name, tensor) for name, tensor in meta.items()}
-            self.parts = {name: list(each) for name, each in split.items()}
-            matrices = {part for each in split.values() for part, tensor in each.items() if tensor.ndim == 2}
-        stacked = {name: parts for name, parts in self.parts.items() if len(parts) > 1}
-        self.parts = self.parts if stacked else {}
+        stacked = {name: parts for name, parts in split.items() if len(parts) > 1}
+        self.parts = {name: list(parts) for name, parts in split.items()} if stacked else {}
         self.stacks = {name: [part.removesuffix(".weight") for part in parts] for name, parts in stacked.items()}
         self._stack_of = {part: name for name, parts in stacked.items() for part in parts}
+        matrices = {part for parts in stacked.values() for part, tensor in parts.items() if tensor.ndim == 2}
         self.experts = [part.removesuffix(".weight") for part in self._stack_of if part in matrices]
         self._in_files = {name: parts[0] for name, parts in self.parts.items()}
         self._in_model = {parts[0]: name for name, parts in self.parts.items() if len(parts) == 1}
