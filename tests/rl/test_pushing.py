@@ -201,6 +201,10 @@ def on_ranks(rank, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", lambda t: gathered.append(str(t.shape)) or full(t))
         pushed = push(model, served)
+    with torch.no_grad():
+        model.model.norm.weight.to_local()[:1] = torch.nan if rank else 1.0  # which the other rank does not see
+    with pytest.raises(ValueError, match=r"norm\.weight holds inf or NaN"):
+        push(model, served)
     return pushed.checksum, tokens(served).tolist(), gathered
 
 
@@ -280,6 +284,12 @@ def last_as(**how):
     return model
 
 
+def diverged(number):
+    model = LLAMA()
+    nn.init.constant_(model.model.layers[1].mlp.down_proj.weight.data[3, 5], number)
+    return model
+
+
 def of_dora():
     return peft.get_peft_model(LLAMA(), peft.LoraConfig(target_modules=TARGETS, use_dora=True))
 
@@ -304,6 +314,8 @@ def of_dora():
         ("llama", CHANNEL, partial(last_as, dtype=torch.float64), "down_proj.weight is torch.float64 on cpu: load it"),
         ("llama", CHANNEL, partial(last_as, device="meta"), "down_proj.weight is torch.float32 on meta: load it in"),
         ("llama", CHANNEL, of_dora, "q_proj.weight has adapters that are no plain LoRA: merge them"),
+        ("llama", CHANNEL, partial(diverged, torch.nan), "down_proj.weight holds inf or NaN: the model diverged"),
+        ("llama", CHANNEL, partial(diverged, -torch.inf), "down_proj.weight holds inf or NaN: the model diverged"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_byte_changes(made, name, how, model, message):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import check_match
 from octavo.nn.module_tools import ScaleBuffers, check_module
+from octavo.nn.parallel_weights import groups_of
 from octavo.numerics.qtensor import Cast
 from octavo.numerics.scaling import History, scale_from_amax
 
@@ -120,9 +121,8 @@ def update_scales(
     amax = torch.stack([history.pending for history in found])
     if skipped is not None:
         amax = amax.masked_fill(torch.as_tensor(skipped, device=amax.device), 0)
-    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
     copies = (m.process_group for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))
-    for ranks in filter(None, (*(ranks for mesh in meshes for ranks in mesh.get_all_groups()), *copies, group)):
+    for ranks in filter(None, (*groups_of(model.parameters()), *copies, group)):
         dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
     parts = torch.split(amax, [len(group) for group in groups.values()])
     for each, part in zip(groups.values(), parts, strict=True):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
+from octavo.nn.linear import compute_dtype
 from octavo.nn.module_tools import decoder_layers, differentiable_once, find_cache, mix_into, unmix, unsupported
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
@@ -74,7 +75,7 @@ def linear_cross_entropy(
     if hasattr(weight, "device_mesh"):
         x, weight, group, first = _vocabulary_parallel(x, weight, labels)
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = compute_dtype(x)
     rows, labels = x.flatten(0, -2), labels.flatten().to(x.device)
     if len(rows) != len(labels) or labels.dtype != torch.int64:
         found = f"{len(rows)} tokens and {len(labels)} labels of {labels.dtype}"

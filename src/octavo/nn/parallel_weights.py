@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,12 @@ def device_of(p: Any) -> torch.device:
         kind = p.device_mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     return getattr(p, "computing_device", p.device)
+
+
+def groups_of(tensors: Iterable[Any]) -> list[Any]:
+    """The process groups over which tensors are sharded (DTensor): one for each dimension of each mesh."""
+    meshes = dict.fromkeys(t.device_mesh for t in tensors if hasattr(t, "device_mesh"))
+    return [group for mesh in meshes for group in mesh.get_all_groups()]
 
 
 # ---- The unsharded weight of a layer, as `octavo.distributed.fp8_all_gather` makes FSDP2 gather it: quantized.

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from octavo.checkpoint.files import ShardReader
+from octavo.checkpoint.files import ShardReader, is_finite
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
 from octavo.checkpoint.scheme import SCHEME_OF, groups
 from octavo.hf.meta_model import transformers_meta_model
@@ -29,6 +30,7 @@ from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear, Stacked
 from octavo.nn.module_tools import check_module, class_name, parts_of_layer, plain_name
+from octavo.nn.parallel_weights import device_of, groups_of, local_part
 from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled, quantize_stack
 from octavo.ops.quantization import quantize_matrices
@@ -94,6 +96,16 @@ def adapters_of(wrapper: Any) -> list[str]:
     return [] if wrapper is None or wrapper.disable_adapters or wrapper.merged else list(wrapper.active_adapters)
 
 
+def not_finite(sources: Mapping[str, Place]) -> list[str]:
+    """The parameters that hold inf or NaN, on this rank or another one that shards them."""
+    trained: dict[str, Any] = {n: p.tensor for n, p in sources.items() if isinstance(p.tensor, nn.Parameter)}
+    device = device_of(next(iter(trained.values())))
+    finite = torch.stack([is_finite(local_part(t)).to(device) for t in trained.values()]).int()
+    for group in groups_of(trained.values()):
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group)
+    return [name for name, holds in zip(trained, finite.tolist(), strict=True) if not holds]
+
+
 def transformers_model(model: nn.Module, function: str) -> Any:
     """The model of transformers in its wrappers; a TypeError, which names the public `function`, if there is none."""
     check_module(model, function)
@@ -145,7 +157,7 @@ def push(trained: nn.Module, served: nn.Module) -> Pushed:
     Raises:
         TypeError: one of them is no module.
         ValueError: they do not fit: other tensors or shapes, a scheme that does not hold the scales of the recipe, or
-            weights that packing changed. Nothing is written then.
+            weights that packing changed; or a trained parameter holds inf or NaN. Nothing is written then.
         RuntimeError: this thread generates from `served`.
 
     Example:
@@ -190,6 +202,8 @@ class _Push:
             merged = self.merges and ".lora_" in name
             if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in used and not merged:
                 raise ValueError(f"push: the served model has no {name}: {_OTHER}")
+        if diverged := not_finite(self.sources):
+            raise ValueError(f"push: {diverged[0]} holds inf or NaN: the model diverged, take an earlier checkpoint")
 
     def write(self) -> int:
         """Write all, layers that run as one GEMM together; returns the bytes."""

@@ -225,7 +225,7 @@ def _other_weights(trained: nn.Module, served: nn.Module) -> tuple[dict[nn.Param
         if source is None or source.tensor.shape != held.tensor.shape:
             raise ValueError(f"parity: the trained model has no {plain} of {list(held.tensor.shape)}: load its folder")
         ours, theirs = _numbers(source), _numbers(held).to(source.tensor.device)
-        wrong = int(((ours != theirs) & ~(ours.isnan() & theirs.isnan())).sum())
+        wrong = int((ours != theirs).sum())
         if isinstance(source.tensor, nn.Parameter) and (wrong or adapters_of(source.adapters)):
             dtype = torch.float32 if isinstance(source.module, RecipeLayer) else source.tensor.dtype
             other[source.tensor] = theirs.to(dtype)
