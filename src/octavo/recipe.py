@@ -29,17 +29,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
-from octavo.numerics.cast_fields import nearest, read_cast, read_fields
-from octavo.numerics.qtensor import ROW, TENSOR, Cast, block, group
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, block, group, parse_granularity
 from octavo.numerics.scaling import History
-from octavo.util import check_kinds, parse_object
+from octavo.util import check_kinds, nearest, parse_object
 
 _OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
 GEMMS = tuple(_OPERANDS)
@@ -308,10 +307,10 @@ class Recipe:
                 together; the message names the field, such as y.x.granularity.
         """
         kinds = {"name": str, "rotate": object, "emulate": bool, "exact_backward": bool} | dict.fromkeys(GEMMS, object)
-        fields = {"name": name} | read_fields(values, kinds, "")
-        if not fields["name"]:
+        found = {"name": name} | _read_fields(values, kinds, "")
+        if not found["name"]:
             raise ValueError("name must not be empty")
-        return cls(**fields | {gemm: _read_gemm(fields.get(gemm), gemm) for gemm in GEMMS})
+        return cls(**found | {gemm: _read_gemm(found.get(gemm), gemm) for gemm in GEMMS})
 
     def to_json(self) -> str:
         """The recipe as JSON, the fields of `to_dict`."""
@@ -537,14 +536,65 @@ def _read(path: Path) -> Recipe:
     return recipe
 
 
+# ---- The fields of a recipe as JSON values, which a person may have written. An error names the field.
+
+
 def _read_gemm(values: Any, name: str) -> Gemm | None:
     if values is None:
         return None
     operands = _OPERANDS[name]
-    found = read_fields(values, dict.fromkeys(operands, object) | {"fast_accumulation": bool}, name)
+    found = _read_fields(values, dict.fromkeys(operands, object) | {"fast_accumulation": bool}, name)
     if missing := [operand for operand in operands if operand not in found]:
         raise ValueError(
             f"{name}.{missing[0]} is missing: {name} needs the casts of {' and '.join(operands)}, or is null for BF16"
         )
-    a, b = (read_cast(found.pop(operand), f"{name}.{operand}") for operand in operands)
+    a, b = (_read_cast(found.pop(operand), f"{name}.{operand}") for operand in operands)
     return Gemm(a, b, **found)
+
+
+def _read_cast(values: object, where: str) -> Cast:
+    found = _read_fields(values, _kinds(Cast) | {"granularity": str, "history": object}, where)
+    if found.get("history") is not None:
+        history = _read_fields(found["history"], _kinds(History), f"{where}.history")
+        found["history"] = _made(History, history, f"{where}.history")
+    if "granularity" in found:
+        found["granularity"] = _made(parse_granularity, {"name": found["granularity"]}, f"{where}.granularity")
+    return _made(Cast, found, where)
+
+
+def _read_fields(values: object, kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`values`, an object with fields of these names and kinds; the caller checks those of the kind `object`. `where`
+    is the path of the fields, such as y.x; "" for the whole."""
+    if not isinstance(values, Mapping):
+        given = f"{values!r} ({type(values).__name__})"
+        raise ValueError(f"{where or 'a recipe'} must be an object with the fields {', '.join(kinds)}; got {given}")
+    path = f"{where}." if where else ""
+    if unknown := [name for name in values if name not in kinds]:
+        advice = _advice(unknown[0], kinds)
+        raise ValueError(f"unknown field {path}{unknown[0]}{advice}: the fields are {', '.join(kinds)}")
+    check_kinds(values, {name: kinds[name] for name in values if kinds[name] is not object}, path)
+    return dict(values)
+
+
+def _advice(name: str, kinds: Iterable[str]) -> str:
+    """Where a field with this name belongs, or the field here with a name much like it."""
+    owners: dict[str, Iterable[str]] = {
+        "the recipe": ("rotate", "emulate", "exact_backward", "y", "dx", "dw"),
+        "a GEMM: y, dx or dw": ("x", "w", "dy", "fast_accumulation"),
+        "an operand": _kinds(Cast),
+        "a history": _kinds(History),
+    }
+    owner = next((each for each, names in owners.items() if name in names and not set(names) & set(kinds)), None)
+    return nearest(name, kinds) if owner is None else f" ({name} is a field of {owner})"
+
+
+def _kinds(cls: type) -> dict[str, Any]:
+    types = get_type_hints(cls)
+    return {each.name: types[each.name] for each in fields(cls) if each.init}
+
+
+def _made(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
+    try:
+        return make(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error

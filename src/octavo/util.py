@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
@@ -10,7 +11,7 @@ import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
@@ -54,6 +55,12 @@ def number(value: float | None, form: str, unit: float = 1.0) -> str:
 def percent(share: float) -> str:
     """A share of 0 to 1 in percent: "7.1 %"."""
     return f"{100 * share:.1f} %"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question for the end of "unknown ...": whether one of `known`, with a name much like `name`, was meant."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:

@@ -18,9 +18,8 @@ from typing import Any, Self
 import torch
 
 from octavo.checkpoint.scheme import Scheme
-from octavo.numerics.cast_fields import nearest
 from octavo.recipe import Gemm, Recipe, get_recipe
-from octavo.util import plural, reading
+from octavo.util import nearest, plural, reading
 
 # ---- GPUs: memory and rates of the data sheet, and the rates that were measured on them. A data sheet's rate of matrix
 # products is a peak that none reaches: where nothing was measured, the plan takes the share that an H100 reaches for
