@@ -9,7 +9,7 @@ from octavo.numerics.formats import FORMATS, FP8_FORMATS, encode
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu,
-    "bf16": ml_dtypes.bfloat16, "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32,
 }  # fmt: skip
 FP8 = sorted(FP8_FORMATS)
 NARROW = [*FP8, "e2m1"]

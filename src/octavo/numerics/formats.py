@@ -23,7 +23,7 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433)
 Formats for Deep Neural Networks" (arXiv:2206.02915) for fnuz; OCP Microscaling Formats v1.0 for E8M0 and E2M1.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,8 +31,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. `dtype` is the torch dtype that holds it, of the same bits except for E2M1. `max` is the
-    largest finite number."""
+    """One number format. `dtype` is the torch dtype that holds it, of the same bits except for E2M1.
+
+    Without the sign, codes have the order of their magnitudes.
+    """
 
     name: str
     bits: int
@@ -41,15 +43,10 @@ class Format:
     bias: int
     family: str
     dtype: torch.dtype
-    max: float = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.family == "int":
-            object.__setattr__(self, "max", 127.0)  # the dataclass is frozen
-            return
-        exponent, mantissa = divmod(self.max_code, 1 << self.mantissa_bits)
-        largest = (1 + mantissa / (1 << self.mantissa_bits)) * 2.0 ** (exponent - self.bias)
-        object.__setattr__(self, "max", float(largest))
+    max: float  # the largest finite number
+    max_code: int  # its code
+    inf_code: int  # of +inf, of NaN if the format has no inf, and of the largest number if it has neither
+    nan_code: int  # written for NaN: the quiet, positive one if there are several, and 0 if there is none
 
     @property
     def signed(self) -> bool:
@@ -59,29 +56,6 @@ class Format:
     @property
     def has_inf(self) -> bool:
         return self.family == "ieee"
-
-    @property
-    def max_code(self) -> int:
-        """The code of the largest finite number. (Without the sign, codes have the order of their magnitudes.)"""
-        last = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
-        reserved = {"ieee": 1 << self.mantissa_bits, "fn": 1, "fnuz": 0, "e8m0": 1, "finite": 0}
-        return last - reserved[self.family]
-
-    @property
-    def nan_code(self) -> int:
-        """The code that is written for NaN: the quiet, positive one if there are several, and 0 if there is none."""
-        if self.family == "ieee":
-            return self.inf_code | (1 << (self.mantissa_bits - 1))
-        if self.family == "fnuz":
-            return 1 << (self.bits - 1)
-        return 0 if self.family == "finite" else self.max_code + 1
-
-    @property
-    def inf_code(self) -> int:
-        """The code of +inf, of NaN if the format has no inf, and of the largest number if it has neither."""
-        if self.family == "finite":
-            return self.max_code
-        return self.max_code + 1 if self.has_inf else self.nan_code
 
     @property
     def smallest_normal(self) -> float:
@@ -98,16 +72,16 @@ class Format:
         return 2.0**-self.mantissa_bits
 
 
-E4M3 = Format("e4m3", 8, 4, 3, 7, "fn", torch.float8_e4m3fn)
-E5M2 = Format("e5m2", 8, 5, 2, 15, "ieee", torch.float8_e5m2)
-E4M3FNUZ = Format("e4m3fnuz", 8, 4, 3, 8, "fnuz", torch.float8_e4m3fnuz)
-E5M2FNUZ = Format("e5m2fnuz", 8, 5, 2, 16, "fnuz", torch.float8_e5m2fnuz)
-E2M1 = Format("e2m1", 4, 2, 1, 1, "finite", torch.float8_e4m3fn)
-E8M0 = Format("e8m0", 8, 8, 0, 127, "e8m0", torch.float8_e8m0fnu)
-BF16 = Format("bf16", 16, 8, 7, 127, "ieee", torch.bfloat16)
-FP16 = Format("fp16", 16, 5, 10, 15, "ieee", torch.float16)
-FP32 = Format("fp32", 32, 8, 23, 127, "ieee", torch.float32)
-INT8 = Format("int8", 8, 0, 7, 0, "int", torch.int8)
+E4M3 = Format("e4m3", 8, 4, 3, 7, "fn", torch.float8_e4m3fn, 448.0, 0x7E, 0x7F, 0x7F)
+E5M2 = Format("e5m2", 8, 5, 2, 15, "ieee", torch.float8_e5m2, 57344.0, 0x7B, 0x7C, 0x7E)
+E4M3FNUZ = Format("e4m3fnuz", 8, 4, 3, 8, "fnuz", torch.float8_e4m3fnuz, 240.0, 0x7F, 0x80, 0x80)
+E5M2FNUZ = Format("e5m2fnuz", 8, 5, 2, 16, "fnuz", torch.float8_e5m2fnuz, 57344.0, 0x7F, 0x80, 0x80)
+E2M1 = Format("e2m1", 4, 2, 1, 1, "finite", torch.float8_e4m3fn, 6.0, 0x7, 0x7, 0x0)
+E8M0 = Format("e8m0", 8, 8, 0, 127, "e8m0", torch.float8_e8m0fnu, 2.0**127, 0xFE, 0xFF, 0xFF)
+BF16 = Format("bf16", 16, 8, 7, 127, "ieee", torch.bfloat16, 2.0**128 - 2.0**120, 0x7F7F, 0x7F80, 0x7FC0)
+FP16 = Format("fp16", 16, 5, 10, 15, "ieee", torch.float16, 65504.0, 0x7BFF, 0x7C00, 0x7E00)
+FP32 = Format("fp32", 32, 8, 23, 127, "ieee", torch.float32, 2.0**128 - 2.0**104, 0x7F7FFFFF, 0x7F800000, 0x7FC00000)
+INT8 = Format("int8", 8, 0, 7, 0, "int", torch.int8, 127.0, 0x7F, 0x7F, 0x00)
 
 FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E8M0, BF16, FP16, FP32)}
 FP8_FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
