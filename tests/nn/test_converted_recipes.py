@@ -17,7 +17,7 @@ import octavo
 from octavo.evaluation import metrics
 from octavo.nn.conversion_report import find_coverage
 from octavo.numerics.scaling import RULES, History
-from octavo.ops.dispatch import choose_recipe, gemm_backends, in_formats_of, pick_recipe
+from octavo.ops.dispatch import choose_recipe, gemm_backends, pick_recipe
 from octavo.ops.launching import ARCHITECTURES
 from octavo.recipe import GEMMS, PRESETS, delayed, fnuz, get_recipe
 
@@ -144,15 +144,6 @@ def test_a_preset_on_an_mi300_gets_its_formats(tmp_path) -> None:
         assert choose_recipe("tensorwise", place).name == "tensorwise"
 
 
-@pytest.mark.parametrize("preset", ["rowwise", "tensorwise", "delayed"])
-@pytest.mark.parametrize("key", ["ada", "hopper", "blackwell", "rtx_blackwell", "mi300", "mi350"])
-def test_every_gpu_with_fp8_runs_row_and_tensor_scales(preset: str, key: str) -> None:
-    gpu = ARCHITECTURES[key]
-    for gradients in ("e4m3", "e5m2"):
-        recipe = in_formats_of(gpu, octavo.recipe.PRESETS[preset](gradients))
-        assert "none" not in {backend.name for backend in gemm_backends(recipe, gpu).values()}
-
-
 def test_convert_on_an_ampere_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with torch.device("meta"):
@@ -253,17 +244,6 @@ def test_recipes_drawn_at_random_train(tmp_path: Path, part: int) -> None:
         check(path)
         accepted += 1
     assert accepted > 20
-
-
-@pytest.mark.parametrize(
-    ("granularity", "history"), [("tensor", None), ("tensor", {"margin": 1, "interval": 2}), ("block:32x32", None)]
-)
-def test_scales_of_one_byte_train_by_tensor_and_by_square(tmp_path, granularity, history):
-    cast = {"granularity": granularity, "scale": "e8m0", "history": history}
-    gemms = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({gemm: dict.fromkeys(operands, cast) for gemm, operands in gemms.items()}))
-    check(path)
 
 
 # ---- Modules of one class, converted with different recipes and compiled in one process
