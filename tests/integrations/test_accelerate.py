@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from fsdp_examples import batch, blocks
 from operation_counts import operations
@@ -38,7 +39,8 @@ def train(accelerator: Accelerator) -> tuple[Any, list[float]]:
     return model, losses
 
 
-def test_a_loop_of_accelerate_runs_in_fp8() -> None:
+def test_a_loop_of_accelerate_runs_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # the Trainer of an earlier test has made one
     accelerator = Accelerator(mixed_precision="bf16", cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
     losses: list[float] = []
     counts = operations(lambda: losses.extend(train(accelerator)[1]))
