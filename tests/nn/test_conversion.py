@@ -11,6 +11,7 @@ import torch
 from linear_examples import converted_model
 from tiny_models import built
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers.pytorch_utils import Conv1D
 
@@ -294,6 +295,11 @@ def square(*names: str, n: int = 8) -> dict[str, nn.Module]:
 
 SELECTED = {
     "a tied head, whatever its name": (tied(), ["body"], {"out": "it shares its weight with the embedding"}),
+    "a head in a wrapper": (
+        nn.ModuleDict(square("body") | {"lm_head": checkpoint_wrapper(nn.Linear(8, 8))}),
+        ["body"],
+        {"lm_head._checkpoint_wrapped_module": "an output head or router (lm_head)"},
+    ),
     "routers and globs": (
         nn.ModuleDict(square("router", "gate", n=4) | square("gate_proj", "down_proj")),
         ["gate_proj"],

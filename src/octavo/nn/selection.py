@@ -1,6 +1,5 @@
 """Which linear layers of a model run in FP8, and more precision for one of a converted model."""
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.nn.conversion_report import find_coverage
 from octavo.nn.linear import Linear, RecipeLayer
-from octavo.nn.module_tools import computes_linearly, is_conv1d, is_fsdp_module, is_of_library, shape_of
+from octavo.nn.module_tools import computes_linearly, is_conv1d, is_fsdp_module, is_of_library, plain_name, shape_of
 from octavo.nn.parallel_weights import ParallelLinear, device_of
 from octavo.numerics.formats import NARROW_FORMATS
 from octavo.ops.dispatch import gemm_backends
@@ -28,9 +27,6 @@ DEFAULT_SKIP = (
     "*.classifier", "embed_out", "*.embed_out", "router", "*router", "*router.*", "*.router_mlp.*", "*.router_gate",
     "gate", "*.gate", "*.gate.down_proj", "*.gate.wg", "*.shared_expert_gate",
 )  # fmt: skip
-
-# Where PEFT puts a layer that it wraps.
-_OF_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
 
 ATTENTION_OUTPUT = "multi-head attention reads its weight directly and never calls it"
 STATE_SPACE = "the state-space layer reads its weight directly and never calls it"
@@ -142,10 +138,10 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
 
 def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -> str:
     """Why the name of a layer [N, K] skips it (`DEFAULT_SKIP` or `skip`), or ""."""
-    wrapped = _OF_PEFT.sub("", name)
+    plain = plain_name(name)
     for glob in DEFAULT_SKIP:
         is_router = outputs < inputs or "gate" not in glob  # the gate of an MLP has more outputs than inputs
-        if fnmatchcase(wrapped, glob) and is_router:
+        if fnmatchcase(plain, glob) and is_router:
             return f"an output head or router ({glob})"
     return next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
 
