@@ -111,7 +111,7 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
             f"parity takes two tokens of each row at least, got {ids.shape[1]}, {runs.start - 1} of them padding: give "
             "longer texts"
         )
-    p, q = runs.forward(runs.models[0])[0], runs.decoded()
+    (p, hidden), q = runs.forward(runs.models[0]), runs.decoded()
     log_p, log_q = (log_probabilities(logits, runs.targets) for logits in (p, q))
     difference = (log_p - log_q).abs()
     row, position = divmod(int(difference.argmax()), difference.shape[1])
@@ -120,7 +120,8 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
     for choose, said in ((with_parameters, ""), (_blocks, ", as a whole")):
         errors = layer_errors(*runs.models, lambda m: m(input_ids=ids, attention_mask=mask, use_cache=False), choose)
         first = first or next((name + said for name, error in errors if error.noise), "")
-    return Parity(float(difference.mean()), _kl(p, q), worst, difference.numel(), tuple(runs.sources(p, q)), first)
+    sources = tuple(runs.sources(p, hidden, q))
+    return Parity(float(difference.mean()), _kl(p, q), worst, difference.numel(), sources, first)
 
 
 class _Runs:
@@ -162,11 +163,12 @@ class _Runs:
             pass
         return torch.stack(seen, 1)
 
-    def sources(self, p: Tensor, q: Tensor) -> Iterator[tuple[str, float, str]]:
-        """Name, KL alone and what differs, of each source."""
+    def sources(self, p: Tensor, hidden: Tensor, q: Tensor) -> Iterator[tuple[str, float, str]]:
+        """Name, KL alone and what differs, of each source. `hidden` [B, n, K] is the input of the head that gave p."""
         trained, served = self.models
         ours, theirs = (model.config._attn_implementation for model in self.models)
-        other, detail = _other_weights(self.trained, self.served)
+        heads: list[Any] = [model.get_output_embeddings() for model in self.models]
+        other, detail = _other_weights(self.trained, self.served, heads[1])
         with_weights = p
         if other:
             adapters: Any = getattr(self.trained, "disable_adapter", nullcontext)
@@ -176,10 +178,8 @@ class _Runs:
                     parameter.data = numbers
                 with_weights = self.forward(trained)[0]
         yield "weights", _kl(p, with_weights), detail
-        logits, hidden = self.forward(trained)
-        by_theirs = self.forward(trained, theirs)[0] if ours != theirs else logits
+        by_theirs = self.forward(trained, theirs)[0] if ours != theirs else p
         yield "attention", _kl(p, by_theirs), f"{ours} in training, {theirs} in the served model"
-        heads: list[Any] = [model.get_output_embeddings() for model in self.models]
         kinds = [f"by {head.scheme.name}" if isinstance(head, PackedLinear) else "in high precision" for head in heads]
         kl = _kl(p, heads[1](hidden.to(served.dtype)))
         yield "head", kl, f"{kinds[0]} in training, {kinds[1]} in the served model"
@@ -213,10 +213,10 @@ def _numbers(place: Place) -> Tensor:
     return (quantize if w.ndim == 2 else quantize_matrices)(w, cast).dequantize()
 
 
-def _other_weights(trained: nn.Module, served: nn.Module) -> tuple[dict[nn.Parameter, Tensor], str]:
-    """The numbers of served weights that are not those of training, by the trained parameters, and what to say."""
+def _other_weights(trained: nn.Module, served: nn.Module, head: nn.Module) -> tuple[dict[nn.Parameter, Tensor], str]:
+    """The numbers of served weights that are not those of training, by the trained parameters, and what to say. A
+    packed head is a source of its own."""
     sources, other, worst, count = places(trained), dict[nn.Parameter, Tensor](), (0.0, ""), 0
-    head = transformers_model(served, "parity").get_output_embeddings()  # a source of its own
     for name, held in places(served).items():
         if is_scale(name, held) or (held.module is head and isinstance(head, PackedLinear)):
             continue
