@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -39,6 +40,13 @@ def groups_of(tensors: Iterable[Any]) -> list[Any]:
     """The process groups over which tensors are sharded (DTensor): one for each dimension of each mesh."""
     meshes = dict.fromkeys(t.device_mesh for t in tensors if hasattr(t, "device_mesh"))
     return [group for mesh in meshes for group in mesh.get_all_groups()]
+
+
+def largest_here(tensors: Iterable[Any]) -> Tensor:
+    """The largest magnitude of each tensor, of a DTensor that of this rank's part: float32 [tensors], NaN for NaN."""
+    # a parameter may have fewer rows than there are ranks
+    parts = [part if part.numel() else part.new_zeros(1) for part in map(local_part, tensors)]
+    return torch.stack([norm.to(parts[0].device).float() for norm in torch._foreach_norm(parts, math.inf)])
 
 
 # ---- The unsharded weight of a layer, as `octavo.distributed.fp8_all_gather` makes FSDP2 gather it: quantized.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from octavo.checkpoint.files import ShardReader, is_finite
+from octavo.checkpoint.files import ShardReader
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
 from octavo.checkpoint.scheme import SCHEME_OF, groups
 from octavo.hf.meta_model import transformers_meta_model
@@ -30,7 +30,7 @@ from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear, Stacked
 from octavo.nn.module_tools import check_module, class_name, parts_of_layer, plain_name
-from octavo.nn.parallel_weights import device_of, groups_of, local_part
+from octavo.nn.parallel_weights import groups_of, largest_here
 from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled, quantize_stack
 from octavo.ops.quantization import quantize_matrices
@@ -98,9 +98,9 @@ def adapters_of(wrapper: Any) -> list[str]:
 
 def not_finite(sources: Mapping[str, Place]) -> list[str]:
     """The parameters that hold inf or NaN, on this rank or another one that shards them."""
-    trained: dict[str, Any] = {n: p.tensor for n, p in sources.items() if isinstance(p.tensor, nn.Parameter)}
-    device = device_of(next(iter(trained.values())))
-    finite = torch.stack([is_finite(local_part(t)).to(device) for t in trained.values()]).int()
+    parameters = {name: p.tensor for name, p in sources.items() if isinstance(p.tensor, nn.Parameter)}
+    trained = {name: p for name, p in parameters.items() if p.is_floating_point()}
+    finite = largest_here(trained.values()).isfinite().int()
     for group in groups_of(trained.values()):
         dist.all_reduce(finite, dist.ReduceOp.MIN, group)
     return [name for name, holds in zip(trained, finite.tolist(), strict=True) if not holds]

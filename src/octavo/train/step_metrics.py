@@ -32,7 +32,7 @@ from octavo.nn.conversion_report import find_coverage
 from octavo.nn.delayed import histories
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import is_weight
-from octavo.nn.parallel_weights import groups_of, local_part
+from octavo.nn.parallel_weights import groups_of, largest_here
 from octavo.ops.dispatch import gemm_backends
 from octavo.rates.measured import peak_flops
 from octavo.train.config import Config
@@ -231,9 +231,7 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 def largest_weights(model: nn.Module) -> dict[str, float]:
     """The largest magnitude of every whole parameter that is trained, in one transfer. Every rank must call this."""
     parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # a parameter may have fewer rows than there are ranks
-    parts = [part if part.numel() else part.new_zeros(1) for part in map(local_part, parameters.values())]
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])  # [P]
+    largest = largest_here(parameters.values())
     for group in groups_of(parameters.values()):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     return dict(zip(parameters, largest.tolist(), strict=True))
