@@ -261,16 +261,17 @@ def block_passes(setup: Setup, block: Block) -> tuple[list[Pass], list[Pass]]:
 
 
 def _moved(setup: Setup, block: Block) -> tuple[float, float]:
-    """Bytes a token of rotary positions, of the parts of a projection to q, k and v, and of the order of the rows of
-    experts. Positions turn q and k as they part. Without them the parts are views, and their gradients are copied side
-    by side."""
+    """Bytes a token of rotary positions, of the parts of a projection to q, k and v, of norms of heads, and of the
+    order of the rows of experts. Positions turn q and k as they part. Without them the parts are views, and their
+    gradients are copied side by side. A norm of heads reads them once more. Its backward pass writes the gradient of
+    its output, which the gradients of its weight and of its input both read, beside its input."""
     a, experts = block.attention, max(layer.active for layer in block.group("down"))
     features = a.queries + a.keys + a.values
     sorting = 8 * experts * setup.model.width if experts > 1 else 0  # rows to their experts and back
     if setup.model.layer_norm:  # such models add positions to the embedding
         return sorting, 4 * features + sorting
     both = 4 * (a.queries + a.keys) + features + sorting
-    return both, both
+    return both + 2 * a.normed, both + 10 * a.normed
 
 
 def bias_bytes(setup: Setup, block: Block) -> float:
