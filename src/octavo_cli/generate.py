@@ -78,11 +78,12 @@ def generate_command(
       octavo generate packed/qwen --time --batch 1,16,64 --length 2048
     """
     with progress("starting"):  # PyTorch and transformers take seconds
+        from octavo.checkpoint.folder import check_config
         from octavo.inference.engine import open_engine
         from octavo.inference.sampling import Sampling
         from octavo.scales import cast_once
         from octavo.speed import Grid
-        from octavo.train.finished import open_source
+        from octavo.train.finished import ANY_MODEL, open_source
         from octavo.train.loss import autocast
 
     if time:
@@ -98,6 +99,7 @@ def generate_command(
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    check_config(source, ANY_MODEL)  # before standard input is read
     texts = [] if time else [Text(each) for each in read_prompts(prompt, file)]
     with progress("reading the model"):
         opened = open_source(source, step, device)
@@ -282,11 +284,10 @@ def tokenize(texts: Sequence[Text], opened: OpenedModel) -> int:
 def continue_texts(
     texts: Sequence[Text], engine: Engine, tokenizer: Tokenizer, count: int, sampling: Sampling, stop: Collection[int]
 ) -> Iterator[None]:
-    """Generate up to `count` tokens after each prompt, as one batch. Yields once before them and after each step."""
+    """Generate up to `count` tokens after each prompt, as one batch. Yields after each step."""
     from octavo.inference.sampling import TextStream
 
     streams, begin = [TextStream(tokenizer, text.ids) for text in texts], perf_counter()
-    yield
     for tokens in engine.generate([text.ids for text in texts], count, sampling, stop):
         for text, stream, token in zip(texts, streams, tokens, strict=True):
             if token is None:

@@ -134,9 +134,10 @@ def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, 
     words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     for text in generated(octavo, folder, *words, *GREEDY)["texts"]:
         assert text["text"] == bytes(greedy(folder, text["prompt"])).decode(errors="replace")
-    code, _, err = octavo("generate", folder, "--prompt", "a", *GREEDY, "--kv-cache", "fp8")
-    assert code == 1
+    code, out, err = octavo("generate", folder, "--prompt", "a", *GREEDY, "--kv-cache", "fp8")
+    assert (code, out) == (1, "")
     assert "error: QuantizedKVCache serves attention without a softcap" in err
+    assert octavo("generate", made("rwkv"), "--prompt", "a", *GREEDY)[:2] == (1, "")  # and none of the prompt
 
 
 @pytest.mark.parametrize(
@@ -150,18 +151,18 @@ def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, 
         (b'{"prompt": 3}', "line 1 must be a JSON object"),
     ],
 )
-def test_files_that_hold_no_prompts(refused, tmp_path, piped, content, message):
+def test_files_that_hold_no_prompts(refused, llama, tmp_path, piped, content, message):
     (tmp_path / "prompts").write_bytes(content)
     for place in ((), ("--file", tmp_path / "prompts")):
         piped(content)
-        err = refused("generate", tmp_path / "no model", *place)
+        err = refused("generate", llama, *place)
         assert message in err
         assert err.startswith("error: " + ("standard input" if not place else str(place[1])))
 
 
-def test_a_terminal_is_not_waited_for(refused, tmp_path, monkeypatch):
+def test_a_terminal_is_not_waited_for(refused, llama, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    assert "no prompt: give --prompt TEXT, --file FILE, or prompts on standard input" in refused("generate", tmp_path)
+    assert "no prompt: give --prompt TEXT, --file FILE, or prompts on standard input" in refused("generate", llama)
 
 
 def test_a_chat_has_the_template_of_the_tokenizer(octavo, llama, tmp_path):

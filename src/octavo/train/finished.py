@@ -23,9 +23,12 @@ from octavo.train.supervision import apply_promotions
 from octavo.util import choose_device
 
 
+ANY_MODEL = "a run of octavo train, a folder of octavo pack, or a Hugging Face model folder"
+
+
 def open_source(source: Path, step: int | None, device: str) -> OpenedModel:
     """The model of a run, a packed folder or a Hugging Face folder."""
-    check_config(source, "a run of octavo train, a folder of octavo pack, or a Hugging Face model folder")
+    check_config(source, ANY_MODEL)
     if RunFolder(source).has_model:
         return open_run(source, step, device)
     if step is not None:
