@@ -115,7 +115,7 @@ def find_never_called(
 def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: bool) -> tuple[str, str]:
     if operation.kind == "attention":
         return "attention", "it multiplies activations: convert leaves attention alone"
-    if isinstance(owner, RecipeLayer) and operation.parameters:
+    if isinstance(owner, RecipeLayer):
         if owner.recipe.quantized:
             return "linear layer", f"the recipe {owner.recipe.name} computes it in the autocast dtype"
         return "linear layer", "the recipe bf16 quantizes nothing"
