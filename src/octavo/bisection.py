@@ -32,8 +32,8 @@ from octavo.checkpoint.files import ArtifactError, read_json, replace_file, whol
 from octavo.checkpoint.folder import RunFolder, locked_folder, writing
 from octavo.evaluation.metrics import student_quantile
 from octavo.nn import select_linears
-from octavo.nn.linear import RecipeLayer
-from octavo.recipe import GEMMS
+from octavo.nn.conversion import find_experts
+from octavo.recipe import GEMMS, Recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.model import chosen_recipe
 from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
@@ -317,8 +317,11 @@ class ShortRuns:
         with trainer.lock:
             linears = [layer for layer in select_linears(trainer.model, self.config.skip) if not layer.reason]
             linears = [layer for layer in linears if ".lora_" not in layer.name]  # not adapters, but layers in them
-            modules: dict[str, Any] = {layer.name.removesuffix(".base_layer"): layer.module for layer in linears}
-            in_fp8 = {name: isinstance(m, RecipeLayer) and m.recipe.quantized for name, m in modules.items()}
+            modules = {layer.name.removesuffix(".base_layer"): layer.module for layer in linears}
+            modules |= find_experts(trainer.model)
+            names = dict.fromkeys(name.removesuffix(".base_layer") for name, _ in trainer.model.named_modules())
+            recipes: dict[str, Recipe | None] = {n: getattr(modules[n], "recipe", None) for n in names if n in modules}
+            in_fp8 = {name: recipe is not None and recipe.quantized for name, recipe in recipes.items()}
             losses = self._train(trainer)
         # Give back the memory of the model, which holds references to itself, and the code that was compiled for it.
         del trainer, linears, modules

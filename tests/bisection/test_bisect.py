@@ -16,7 +16,7 @@ from octavo.train import model as trained_model
 from octavo.train.config import Config, ConfigError
 from octavo.train.trainer import resume_run, settle, start_run
 
-LAYER = "model.layers.0.mlp.down_proj"
+LAYER, EXPERTS = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.experts"
 TINY = SMALLEST | {
     "width": 16, "mlp_width": 32, "batch": 4, "steps": 12, "save_every": 4, "evaluate_every": 12, "evaluate_batches": 1,
 }  # fmt: skip
@@ -34,21 +34,28 @@ def settings(tmp_path, text):
     return lambda **overrides: Config.from_dict(base | overrides)
 
 
-def test_a_layer_with_a_broken_scale_is_named(settings, tmp_path, monkeypatch):
-    """The scale of the weight of one layer is 30 times too large where y runs in FP8."""
+@pytest.mark.parametrize(
+    ("layer", "model", "gemms"),
+    [
+        (LAYER, {"recipe": "tensorwise"}, ("y",)),
+        pytest.param(EXPERTS, {"model": "mixture", "layers": 2}, ("y", "dx", "dw"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_that_is_broken_in_fp8_is_named(settings, tmp_path, monkeypatch, layer, model, gemms):
+    """Its outputs are 1000 times too large where y runs in FP8. Experts run in FP8 in all GEMMs, or in none."""
     convert = trained_model.convert
 
     def convert_and_break(model, recipe, **options):
         report = convert(model, recipe, **options)
-        if LAYER in report.converted and report.recipe.y is not None:
-            model.get_submodule(LAYER).register_forward_hook(lambda module, args, y: 1000 * y)
+        if any(name.startswith(layer) for name in report.converted) and report.recipe.y is not None:
+            model.get_submodule(layer).register_forward_hook(lambda module, args, y: 1000 * y)
         return report
 
     monkeypatch.setattr(trained_model, "convert", convert_and_break)
-    found = bisect(settings(recipe="tensorwise", skip=("*.self_attn.*",)), tmp_path / "out", seeds=2)
-    assert (found.finding.verdict, found.finding.gemms, found.causes) == ("found", ("y",), [LAYER])
+    found = bisect(settings(skip=("*.self_attn.[qkv]*",), **model), tmp_path / "out", seeds=2)
+    assert (found.finding.verdict, found.finding.gemms, found.causes) == ("found", gemms, [layer])
     others = found.finding.trials[-1]  # all but the layer in FP8
-    assert others.part.layers == ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
+    assert others.part.layers == tuple(name for name in found.layers if name != layer)
     assert abs(others.mean) < 0.1 * found.finding.whole.mean
 
 
