@@ -67,8 +67,8 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
     if watched:
         page.data |= _watch_data(watched)
         page.add(read_asset("page/watch.html").rstrip())
-    page.add(*(_what_ran_where(run, alone=len(runs) == 1) for run in runs))
-    page.add(*(_experts(run, alone=len(runs) == 1) for run in runs))
+    named = [(run, f": {run.name}" if len(runs) > 1 else "") for run in runs]
+    page.add(*(_what_ran_where(*each) for each in named), *(_experts(*each) for each in named))
     page.add(_events(runs), _settings(runs))
     return page
 
@@ -134,34 +134,31 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
     }
 
 
-def _what_ran_where(run: RunData, *, alone: bool) -> str:
+def _what_ran_where(run: RunData, of_run: str) -> str:
     rows, why = gemm_rows(run.watched) if run.watched is not None else (recipe_rows(run.precision), "")
     remark = "The precision and the kernel of y, the output; dx, the gradient of the input; dw, that of the weight."
     remark += f" All in FP8: {why}." if why else ""
-    used = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
-    shown = [{name: row[name] for name in used} for row in rows]
-    return _table_of_layers(run, "What ran where", shown, remark, alone=alone)
+    places = [place(run.name, row["layer"]) for row in rows] if run.watched is not None else []
+    return _table(f"What ran where{of_run}", rows, remark, places)
 
 
-def _experts(run: RunData, *, alone: bool) -> str:
+def _experts(run: RunData, of_run: str) -> str:
     rows = expert_rows(run.watched) if run.watched is not None else []
     remark = "The last sample. A load is an expert's rows over the mean of all. The worst expert has the lowest SQNR."
-    return _table_of_layers(run, "Experts", rows, remark, alone=alone)
+    return _table(f"Experts{of_run}", rows, remark, [place(run.name, row["experts"]) for row in rows])
 
 
-def _table_of_layers(run: RunData, title: str, rows: Sequence[Mapping[str, str]], remark: str, *, alone: bool) -> str:
-    """A table of rows, each the text by column; "" without any. The first column of a watched run names layers."""
-    if not rows:
-        return ""
-    cells = [list(row.values()) for row in rows]
-    places = [place(run.name, row[0]) for row in cells] if run.watched is not None else []
-    return table(list(rows[0]), cells, title=title if alone else f"{title}: {run.name}", remark=remark, places=places)
+def _table(title: str, rows: Sequence[Mapping[str, str]], remark: str = "", places: Sequence[str] = ()) -> str:
+    """A table of rows, each the text by column, without the columns that are empty in all of them; "" without rows."""
+    used = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    cells = [[row[name] for name in used] for row in rows]
+    return table(used, cells, title=title, remark=remark, places=places) if rows else ""
 
 
 def _kinds_of_events(runs: Sequence[RunData]) -> str:
     kinds: dict[tuple[str, str, str], list[Event]] = {}
     for run, event in _all_events(runs):
-        kinds.setdefault((run.name, event.rule, event.operand or ""), []).append(event)
+        kinds.setdefault((run.name if len(runs) > 1 else "", event.rule, event.operand or ""), []).append(event)
     if not kinds:
         none = '<h2>Events</h2>\n<p class="remark">No event was recorded.</p>'
         return none if any(run.watched is not None for run in runs) else ""
@@ -170,28 +167,24 @@ def _kinds_of_events(runs: Sequence[RunData]) -> str:
         layers = dict.fromkeys(event.layer for event in events if event.layer)
         where = plural(len(layers), "layer") if len(layers) > 1 else next(iter(layers), "")
         steps = [event.step for event in events]
-        rows.append((name, rule, operand, str(len(events)), where, str(min(steps)), str(max(steps)), events[0].message))
-    columns = ("run", "rule", "operand", "count", "where", "first step", "last step", "the first")
-    start = 0 if len(runs) > 1 else 1
-    return table(columns[start:], [row[start:] for row in rows], title="Events")
+        ends = {"first step": str(min(steps)), "last step": str(max(steps)), "the first": events[0].message}
+        rows.append({"run": name, "rule": rule, "operand": operand, "count": str(len(events)), "where": where, **ends})
+    return _table("Events", rows)
 
 
 def _events(runs: Sequence[RunData]) -> str:
     events = _all_events(runs)
-    if not events:
-        return ""
     rows = [
-        (
-            run.name, str(event.step), event.rule, event.layer or "", event.operand or "", event.message,
-            "undone" if event.undone else event.action or "",
-        )
+        {
+            "run": run.name if len(runs) > 1 else "", "step": str(event.step), "rule": event.rule,
+            "layer": event.layer or "", "operand": event.operand or "", "message": event.message,
+            "action": "undone" if event.undone else event.action or "",
+        }
         for run, event in events[-_EVENTS:]
     ]  # fmt: skip
-    columns = ("run", "step", "rule", "layer", "operand", "message", "action")
-    start = 0 if len(runs) > 1 else 1
     remark = f"The last {_EVENTS} of {len(events)} events." if len(events) > _EVENTS else ""
     places = [place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
-    return table(columns[start:], [row[start:] for row in rows], title="Every event", remark=remark, places=places)
+    return _table("Every event", rows, remark, places)
 
 
 def _settings(runs: Sequence[RunData]) -> str:

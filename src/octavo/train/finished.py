@@ -22,7 +22,6 @@ from octavo.train.settings import known_vocabulary, load_config, read_settings
 from octavo.train.supervision import apply_promotions
 from octavo.util import choose_device
 
-
 ANY_MODEL = "a run of octavo train, a folder of octavo pack, or a Hugging Face model folder"
 
 
