@@ -133,19 +133,12 @@ def test_what_convert_leaves_out_of_an_encoder_is_named():
     assert flow.remarks == ()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "count", "reason"),
-    [
-        ("bf16", 5, "the recipe bf16 quantizes nothing"),
-        ("rowwise_dw_bf16", 2, "the recipe rowwise_dw_bf16 computes it in the autocast dtype"),
-        ("rowwise_forward", 3, "the recipe rowwise_forward computes it in the autocast dtype"),
-    ],
-)
-def test_the_gemms_of_a_converted_layer_that_its_recipe_leaves_in_bf16_have_one_reason(recipe, count, reason):
+@pytest.mark.parametrize(("recipe", "count"), [("bf16", 5), ("rowwise_dw_bf16", 2), ("rowwise_forward", 3)])
+def test_a_gemm_that_a_recipe_leaves_in_bf16_has_the_recipe_as_its_reason(recipe, count):
     """Of the five GEMMs of two layers, as the input has no gradient; dw reads no parameter."""
     model = converted_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipe)
     found = octavo.dtype_flow(model, torch.randn(32, 32)).left_out
-    assert {each.reason for each in found} == {reason}
+    assert all(each.reason.startswith(f"the recipe {recipe} ") for each in found)
     assert sum(each.share for each in found) == pytest.approx(count / 5)
 
 

@@ -279,6 +279,7 @@ REFUSED = {
     "plan .": "holds no config.json: give a run of octavo train, or a Hugging Face model folder",
     "plan --batch 4 gpt2": "MODEL comes before the settings and names a model.*; got '--batch'",
     "plan gpt-5": "MODEL must be a preset",
+    "plan gpt2 --csv text.txt": "--csv text.txt exists, and is not a table that Octavo wrote: give another name",
     "plan gpt2 --tokens many": "--tokens must be a number such as 300B",
     "plan gpt2 --days 14": "--days is the time for --tokens: add it",
     "plan gpt2 --days 0 --tokens 1B": "--days must be above 0; got 0",
