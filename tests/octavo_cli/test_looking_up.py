@@ -220,6 +220,10 @@ def test_the_table_of_a_toml_file_is_read(printed, refused, here):
     tensor = Cast(granularity=TENSOR)
     assert Recipe.from_dict(json.loads(printed("formats", "own.toml"))) == Recipe("own", y=Gemm(tensor, tensor))
     assert Config(recipe="own.toml").recipe == get_recipe("own.toml")
+    found = load_config("own.toml")  # as settings
+    assert (found.steps, found.recipe.name, found.recipe.x, found.recipe.dw) == (3, "custom", tensor, None)
+    assert Config.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert found.change(recipe="bf16").recipe == "bf16"
     for text, essential in (
         ("steps = 3", "in its table [recipe], got none"),
         ('recipe = "rowwise"', "in its table [recipe], got recipe = 'rowwise'"),
@@ -241,16 +245,11 @@ def test_a_run_keeps_its_recipe_without_the_file(printed, here):
     assert "7, static" in printed("pack", "run", "packed")  # by the scales of its histories, as delayed
 
 
-def test_settings_take_a_file_a_table_and_a_recipe(here):
+def test_settings_take_a_file_and_a_recipe(here):
     recipe = get_recipe("mine.json")
     (here / "file.toml").write_text('recipe = "mine.json"')
     assert load_config("file.toml").recipe == Config(recipe=recipe).recipe == recipe
     assert Config(model="models/base", calibration="calibrated", recipe="mine.json").recipe == recipe  # with histories
-    (here / "table.toml").write_text('[recipe.y]\nx.granularity = "tensor"\nw.granularity = "tensor"\n')
-    found = load_config("table.toml")
-    assert (found.recipe.name, found.recipe.x, found.recipe.dw) == ("custom", Cast(granularity=TENSOR), None)
-    assert Config.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    assert found.change(recipe="bf16").recipe == "bf16"
 
 
 def test_doctor_and_plan_take_a_file(printed, here):
