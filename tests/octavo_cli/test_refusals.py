@@ -151,21 +151,17 @@ def test_a_damaged_checkpoint_is_refused(octavo, trained, tmp_path, command, dam
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(refused, trained, tmp_path):
-    copy = shutil.copytree(trained / "bf16", tmp_path / "run")
-    (copy / "step-00000004" / "train.json").unlink()
-    assert "to resume from the one before it" in refused("train", "--resume", copy, "--steps", "6")
-
-
 # --- Folders of another kind, values that cannot be, and options that do nothing
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, made, trained):
-    """A folder with text.txt, the runs bf16, fp8, again (another seed) and bare (no tokenizer), packed, and llama."""
+    """A folder with text.txt, the runs bf16, fp8, again (another seed), bare (no tokenizer) and cut (a file is missing),
+    packed, and llama."""
     root = shutil.copytree(trained, tmp_path_factory.mktemp("places") / "places")
     change_json(shutil.copytree(root / "bf16", root / "again") / "config.json", lambda config: config.update(seed=9))
     shutil.copytree(root / "bf16", root / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    (shutil.copytree(root / "bf16", root / "cut") / "step-00000004/train.json").unlink()
     shutil.copytree(made("llama"), root / "llama")
     for name, text in FILES.items():
         (root / name).write_text(text)
@@ -188,6 +184,7 @@ REFUSED = {
     "train --resume fp8/step-00000004": OF_RUN,
     "train --model fp8 --out tuned": "fp8 is a run of octavo train: continue it with --resume",
     "train --model . --out tuned": "a local folder with a config.json",
+    "train --resume cut --steps 6": "to resume from the one before it",
     "train --resume nowhere": "there is no folder nowhere: give the folder that octavo train wrote",
     f"{TRAIN} --recipe fp8": f"'fp8'.*{', '.join(PRESETS)}",
     f"{TRAIN} --skip nothing.*": r"nothing\.\*.*matches no linear layer",
