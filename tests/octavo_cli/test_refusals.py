@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_refused(octavo, trained, tmp_path, command, dam
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, made, trained):
-    """A folder with text.txt, the runs bf16, fp8, again (another seed), bare (no tokenizer) and cut (a file is missing),
+    """A folder with text.txt, the runs bf16, fp8, again (another seed), bare (no tokenizer) and cut (a lost file),
     packed, and llama."""
     root = shutil.copytree(trained, tmp_path_factory.mktemp("places") / "places")
     change_json(shutil.copytree(root / "bf16", root / "again") / "config.json", lambda config: config.update(seed=9))
