@@ -121,7 +121,7 @@ def activations(f: int) -> Iterator[Kernel]:
         yield Kernel(f"{kind} + quantize", activation._activation_quantize, forward, T * f, moved)
         _, scale = activation._activation_quantize(*forward)
         column, row = factors(width * f)
-        arguments = dh, u, kind, DY_CAST.spec, column, None, row, None, ROW_X.spec, scale, False, None, None
+        arguments = dh, u, kind, DY_CAST.spec, column, None, row, None, None, None, ROW_X.spec, scale, False
         backward = activation._activation_backward
         yield Kernel(f"{kind} + quantize, backward", backward, arguments, T * f, moved + width + 2)
 

@@ -20,11 +20,13 @@ from octavo.ops.launching import Factors
 E4M3 = Cast()
 
 
-def backward(dh, u, kind, cast=E4M3, h_cast=E4M3, *, biased=False, slot=None, row=None, **scales):
+def backward(dh, u, kind, cast=E4M3, h_cast=E4M3, *, biased=False, **factors):
     """`activation_backward` after its forward; factors that are not given are ones."""
     ones = {"column_scale": torch.ones(1, u.shape[1]), "mantissa_of": torch.ones(u.shape[0], 1)}
-    others = {"h_cast": h_cast, "h_scale": activation_quantize(u, kind, h_cast).scale, "slot": slot, "row": row}
-    return activation_backward(dh, u, kind, cast, Factors(**ones | scales), biased=biased, **others)
+    h_scale = activation_quantize(u, kind, h_cast).scale
+    return activation_backward(
+        dh, u, kind, cast, Factors(**ones | factors), h_cast=h_cast, h_scale=h_scale, biased=biased
+    )
 
 
 @pytest.mark.parametrize("kind", WIDTHS)

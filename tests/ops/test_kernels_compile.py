@@ -104,8 +104,8 @@ def calls_of_training() -> Iterator[Call]:
     for kind, u in (("swiglu", wide), ("geglu", wide), ("gelu", h)):
         yield "activation", "activation_quantize", (u, kind, None, True, Cast())
         for number, where, weight in ((None,) * 3, (slot.view(-1), slot, ones(M, 2))):
-            factors = Factors(ones(14336), number, row, weight)
-            given = h, u, kind, Cast(scale="pow2"), factors, Cast(), row, True, number, where
+            factors = Factors(ones(14336), number, row, weight, number, where)
+            given = h, u, kind, Cast(scale="pow2"), factors, Cast(), row, True
             yield "activation", "activation_backward", given
     shift = torch.zeros(M, dtype=torch.int32)
     yield "transposition", "transpose", (on_cpu(M, 4096), shift, None)
@@ -119,9 +119,9 @@ def calls_of_training() -> Iterator[Call]:
     yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
-    factors = Factors(ones(8, 4096), slot.view(-1), row, ones(M, 2))
-    for given in (Factors(), factors):
-        yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, given)
+    factors = Factors(ones(8, 4096), slot.view(-1), row, ones(M, 2), slot.view(-1))
+    for given in (Factors(slot=slot.view(-1)), factors):
+        yield "permutation", "gather_quantize", (rows(4096), Cast(), 2, given)
     yield "permutation", "combine", (rows(4096), slot, ones(M, 2))
     yield "permutation", "index_slots", (shift, shift.long(), 8)
     for given in (None, shift):

@@ -23,6 +23,7 @@ from octavo import ops
 from octavo.numerics import FORMATS, Cast
 from octavo.ops import launching
 from octavo.ops.activation import WIDTHS, activation_gradient
+from octavo.ops.launching import Factors
 from octavo.ops.permutation import nonzero
 from octavo.recipe import ROW_W
 
@@ -124,9 +125,9 @@ def test_activations_on_the_border_of_two_codes(kind):
     u = on_the_border(kind)
     m, f = u.shape[0], u.shape[1] // WIDTHS[kind]
     scale = ops.activation_scales(u.cuda(), kind, Cast())
-    factors = torch.ones(1, u.shape[1]), None, torch.ones(m, 1), None
+    factors = Factors(torch.ones(1, u.shape[1]), mantissa_of=torch.ones(m, 1))
     check("activation_quantize", (u, kind, None, True, ROW))
-    check("activation_backward", (torch.ones(m, f), u, kind, ROW, *factors, ROW, scale, True, None, None))
+    check("activation_backward", (torch.ones(m, f), u, kind, ROW, *factors, ROW, scale, True))
 
 
 @pytest.mark.parametrize("kind", WIDTHS)
@@ -136,7 +137,7 @@ def test_sums_of_the_gradient_are_those_of_float64(shape, kind):
     dh, u = matrix((m, f), torch.bfloat16).cuda(), matrix((m, f * WIDTHS[kind]), torch.bfloat16).cuda()
     scale, ones = ops.activation_scales(u, kind, Cast()), torch.ones(1, u.shape[1], device="cuda")
     group, slot, row, weight = (t.cuda() for t in routing(m))
-    given = dh, u, kind, ROW, ones.expand(2, -1), group, torch.ones_like(scale), weight, ROW, scale, True, slot, row
+    given = dh, u, kind, ROW, ones.expand(2, -1), group, torch.ones_like(scale), weight, slot, row, ROW, scale, True
     poison()
     dbias, dweight = torch.ops.octavo.activation_backward(*given)[3:]
     du, h = (t.double() for t in activation_gradient(dh, u, kind))
@@ -171,9 +172,8 @@ def test_large_matrices_again_and_again(seed):
         u, dh = x[:2048], x[2048:4096, : 4096 // width]
         scale = ops.activation_scales(u, kind, Cast())
         check("activation_quantize", (u, kind, None, True, ROW), 1)
-        check(
-            "activation_backward", (dh, u, kind, ROW, column, None, row[:2048], None, ROW, scale, True, None, None), 1
-        )
+        factors = Factors(column, mantissa_of=row[:2048])
+        check("activation_backward", (dh, u, kind, ROW, *factors, ROW, scale, True), 1)
 
 
 # ---- norms: kernel and reference add in different orders in float64, whose sums then differ by 1e-15 of themselves

@@ -78,7 +78,7 @@ def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
         given["weight"] = weight = torch.randn(TOKENS, TOP_K)
         weight[:2] = torch.tensor([[0.0, -0.0, 1e-9], [-1e-9, 2.0**-24, -0.5]])
         rows = rows * torch.where(weight.abs() < 2.0**-24, 2.0**-24, weight).view(-1, 1)[slot]
-    q = ops.gather_quantize(x, Cast(), Factors(**given), slot=slot, top_k=TOP_K)
+    q = ops.gather_quantize(x, Cast(), Factors(**given, slot=slot), top_k=TOP_K)
     gathered = x[slot // TOP_K].float()
     expected = ops.quantize(gathered * columns[group] * rows if factors else gathered, Cast())
     assert torch.equal(q.scale, expected.scale)
@@ -105,11 +105,11 @@ def test_tokens_whose_experts_are_all_elsewhere():
     assert torch.equal(ops.combine(y, row, None), torch.zeros(TOKENS, K))
 
 
-def gathered_by_kernel(x: torch.Tensor, slot: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered_by_kernel(x: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
     """Run where kernels are interpreted."""
     from octavo.ops.kernels.permutation import gather_quantize as kernel
 
-    data, scale = kernel(x, Cast(scale="pow2"), slot, TOP_K, factors)
+    data, scale = kernel(x, Cast(scale="pow2"), TOP_K, factors)
     return data.float(), scale
 
 
@@ -164,8 +164,9 @@ def test_the_kernel_gathers(kernels, k):
     x[:, 0] = 448.0
     column_scale = torch.exp2(torch.arange(EXPERTS)).view(-1, 1).expand(-1, k).contiguous()
     whole, weight = torch.rand(rows) < 0.5, torch.exp2(torch.randint(-9, 9, (TOKENS, TOP_K)).float())
-    factors = Factors(column_scale, group, torch.where(whole, 8, 12.0).unsqueeze(1), weight)  # mantissas 1 and 1.5
-    data, scale = kernels.submit(gathered_by_kernel, x, slot, factors).result()
+    mantissas = torch.where(whole, 8, 12.0).unsqueeze(1)  # 1 and 1.5
+    factors = Factors(column_scale, group, mantissas, weight, slot)
+    data, scale = kernels.submit(gathered_by_kernel, x, factors).result()
     token, rounded = slot // TOP_K, torch.where(whole, 1, 2).unsqueeze(1)
     assert torch.equal(data[whole], x[token][whole])
     assert torch.equal(scale, column_scale[group, :1] * weight.view(-1, 1)[slot] * rounded)

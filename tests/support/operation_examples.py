@@ -98,7 +98,7 @@ def activations(x: Tensor) -> Iterator[Example]:
             continue
         for (line, slot, rows, weight), biased in product(((None,) * 4, routing(m)), (False, True)):
             lines = factor if line is None else torch.cat((factor, 2 * factor))
-            given = cast.spec, lines, line, row, weight, cast.spec, scale, biased, slot, rows
+            given = cast.spec, lines, line, row, weight, slot, rows, cast.spec, scale, biased
             yield "activation_backward", (x.flip(0), u, kind, *given)
 
 
@@ -131,9 +131,9 @@ def permutations(tokens, top_k, experts, k, dtype, casts: Sequence[Cast] = (Cast
     group = group_of_rows(offsets, rows).clamp(max=experts - 1)
     factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
     for cast in casts:
-        gathers = (*factors, weight), (*factors, None), (*plain, None)
-        for given in (*((x, slot, top_k, *rest) for rest in gathers), (y, None, 1, *factors, None)):
-            yield "gather_quantize", (given[0], cast.spec, *given[1:])
+        for given in ((*factors, weight), (*factors, None), (*plain, None)):
+            yield "gather_quantize", (x, cast.spec, top_k, *given, slot, None)
+        yield "gather_quantize", (y, cast.spec, 1, *factors, None, None, None)
     yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
     place = aligned_groups(offsets, rows).place
     for given in (None, slot):

@@ -189,8 +189,8 @@ class _Experts(torch.autograd.Function):
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), ops.aligned_groups(offsets, len(slot), slot, row.shape[1])
         folded, weight = s_out.squeeze(2), weight.float().contiguous()
-        factors = Factors(folded, groups.expert, s_h, weight)
-        g = ops.gather_quantize(dout, recipe.dy, factors, slot=slot, top_k=row.shape[1])
+        factors = Factors(folded, groups.expert, s_h, weight, slot)
+        g = ops.gather_quantize(dout, recipe.dy, factors, top_k=row.shape[1])
         if call.outer_observer is not None:
             observe_group(
                 call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
@@ -208,10 +208,10 @@ class _Experts(torch.autograd.Function):
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
         dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
+        factors = Factors(s_in.squeeze(2), groups.expert, s_n, weight, slot, row)
         du, h_q, _, dweight = ops.activation_backward(
-            dh, u, "swiglu", recipe.dy, Factors(s_in.squeeze(2), groups.expert, s_n, weight),
-            h_cast=recipe.x, h_scale=s_h, biased=False, slot=slot, row=row,
-        )  # fmt: skip
+            dh, u, "swiglu", recipe.dy, factors, h_cast=recipe.x, h_scale=s_h, biased=False
+        )
         if call.observer is not None:
             observe_group(
                 call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,

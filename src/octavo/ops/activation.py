@@ -80,21 +80,12 @@ def _gelu(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def activation_backward_reference(
-    dh: Tensor,
-    u: Tensor,
-    kind: str,
-    cast: Cast,
-    factors: Factors,
-    h_cast: Cast,
-    h_scale: Tensor,
-    biased: bool,
-    slot: Tensor | None,
-    row: Tensor | None,
+    dh: Tensor, u: Tensor, kind: str, cast: Cast, factors: Factors, h_cast: Cast, h_scale: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Data and scale of du times its factors, the data of h as in forward, and the gradients of a bias and weights."""
     du, h = activation_gradient(dh, u, kind)
     given: Any = factors
-    column_scale, group, mantissa_of, weight = given
+    column_scale, group, mantissa_of, weight, slot, row = given
     dweight, row_scale, inv_h = du.new_empty(0), scale_mantissa(mantissa_of), 1 / h_scale
     if group is not None:
         column_scale = column_scale[group]
@@ -163,36 +154,25 @@ def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
 
 
 def activation_backward(
-    dh: Tensor,
-    u: Tensor,
-    kind: str,
-    cast: Cast,
-    factors: Factors,
-    *,
-    h_cast: Cast,
-    h_scale: Tensor,
-    biased: bool,
-    slot: Tensor | None = None,
-    row: Tensor | None = None,
+    dh: Tensor, u: Tensor, kind: str, cast: Cast, factors: Factors, *, h_cast: Cast, h_scale: Tensor, biased: bool
 ) -> ActivationGradient:
     """Compute the gradient through an activation and quantize it by row, in one pass.
 
     Args:
         dh, u, cast: dh [M, F], u, and the cast of its gradient, as in `activation_quantize`.
-        factors: multiplied into that gradient first. Without a group, column_scale is [1, columns of u]. With a group,
-            a weight is what `gather_quantize` has multiplied the gradient of its slot by. The gradient of a weight is
-            the sum of dh * h over its row, divided by the weight (SonicMoE, arXiv:2512.14080, section 3.2); zero for a
-            slot without a row. Where `gather_quantize` took 2^-24 for a smaller weight, du and h are multiplied by
-            weight / 2^-24: a weight of zero gives zeros.
+        factors: multiplied into that gradient first. Without a group, column_scale is [1, columns of u]. A group needs
+            a slot, a row and a weight, which is what `gather_quantize` has multiplied the gradient of its slot by. The
+            gradient of a weight is the sum of dh * h over its row, divided by the weight (SonicMoE, arXiv:2512.14080,
+            section 3.2); zero for a slot without a row. Where `gather_quantize` took 2^-24 for a smaller weight, du and
+            h are multiplied by weight / 2^-24: a weight of zero gives zeros.
         h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed
             again from these instead of being saved.
         biased: also return the gradient of a bias in u, float32 [columns of u]: the sum of the rows of du, before du is
             multiplied by the scales.
-        slot, row: with a group, int32, the slot of each row [M], and the row of each slot [T, top_k], or -1.
     """
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
-    given = dh, u, kind, cast.spec, *factors, h_cast.spec, h_scale, biased, slot, row
+    given = dh, u, kind, cast.spec, *factors, h_cast.spec, h_scale, biased
     data, scale, h_data, *others = _activation_backward(*given)
     return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), *others)
 
@@ -209,8 +189,7 @@ def _check(u: Tensor, kind: str, scale: Tensor | None = None, *rest: Any) -> Non
 
 
 def _check_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, factors: Any, *rest: Any) -> None:
-    _, h_scale, _, slot, row = rest
-    column_scale, group, mantissa_of, weight = factors
+    column_scale, group, mantissa_of, weight, slot, row = factors
     _check(u, kind)
     m, columns = u.shape
     check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
@@ -221,7 +200,7 @@ def _check_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, factors: Any, 
     check_tensor("weight", weight, (m // top_k, top_k), torch.float32)
     check_tensor("column_scale", column_scale, (lines, columns), torch.float32)
     check_tensor("mantissa_of", mantissa_of, (m, 1), torch.float32)
-    check_tensor("h_scale", h_scale, (m, 1), torch.float32)
+    check_tensor("h_scale", rest[1], (m, 1), torch.float32)
 
 
 def _like(u: Tensor, kind: str, scale: Tensor | None, stored: bool, cast: Cast) -> tuple[Tensor, Tensor]:
@@ -229,8 +208,8 @@ def _like(u: Tensor, kind: str, scale: Tensor | None, stored: bool, cast: Cast) 
     return data, u.new_empty((u.shape[0], 1), dtype=torch.float32) if scale is None else u.new_empty(0)
 
 
-def _like_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, *rest: Any) -> tuple[Tensor, ...]:
-    _, h_cast, _, biased, _, row = rest
+def _like_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, factors: Factors, *rest: Any) -> tuple[Tensor, ...]:
+    (h_cast, _, biased), row = rest, factors.row
     du, h = u.new_empty(u.shape, dtype=cast.fmt.dtype), dh.new_empty(dh.shape, dtype=h_cast.fmt.dtype)
     scale, dbias = (u.new_empty(shape, dtype=torch.float32) for shape in ((u.shape[0], 1), u.shape[1] if biased else 0))
     return du, scale, h, dbias, u.new_empty(0 if row is None else row.shape, dtype=torch.float32)

@@ -433,12 +433,14 @@ class Turn(NamedTuple):
 
 class Factors(NamedTuple):
     """What rows are multiplied by: the lines `group` of column_scale, then the mantissas of mantissa_of, or these times
-    the weights of the rows' slots. Each is None for ones."""
+    the weights of the rows' slots. Each is None for ones. Rows of experts have slots (`ops.permutation`)."""
 
     column_scale: Tensor | None = None  # float32 [E, K]
     group: Tensor | None = None  # int32 [M], from 0 to E - 1
     mantissa_of: Tensor | None = None  # float32 [M, 1]
     weight: Tensor | None = None  # float32 [T, top_k]
+    slot: Tensor | None = None  # int32 [M], of each row
+    row: Tensor | None = None  # int32 [T, top_k], of each slot, or -1
 
 
 LEAST_WEIGHT = 2.0**-24  # in place of a smaller weight of a slot in a backward pass, which divides by it

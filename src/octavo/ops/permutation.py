@@ -4,7 +4,7 @@ A token t that is sent to `top_k` experts has the slots t * top_k, t * top_k + 1
 the rows of the experts' GEMMs. Each expert has one group of adjacent rows, and a group may be empty.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,9 @@ from octavo.ops.registration import check_matrix, check_row_cast, check_tensor, 
 from octavo.ops.transposition import group_of_rows
 
 
-def gather_quantize_reference(
-    x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors
-) -> tuple[Tensor, Tensor]:
+def gather_quantize_reference(x: Tensor, cast: Cast, top_k: int, factors: Factors) -> tuple[Tensor, Tensor]:
     """Data and scale of the rows x[slot // top_k] times the factors."""
-    column_scale, group, mantissa_of, weight = factors
+    column_scale, group, mantissa_of, weight, slot, _ = factors
     rows = x.float() if slot is None else x[slot // top_k].float()
     if column_scale is not None and group is not None:
         rows = rows * column_scale[group]
@@ -53,24 +51,24 @@ def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
     return total.to(y.dtype)
 
 
-def gather_quantize(x: Tensor, cast: Cast, factors: Factors, *, slot: Tensor | None = None, top_k: int = 1) -> QTensor:
+def gather_quantize(x: Tensor, cast: Cast, factors: Factors, *, top_k: int = 1) -> QTensor:
     """Gather rows and quantize each by its own scale, in one pass: data [M, K] and scale [M, 1].
 
     Args:
         x: [T, K], float32, bfloat16 or float16.
         cast: by row, rounded to nearest, without a relative floor.
         factors: multiplied into the rows first. A weight that is nearer to zero than 2^-24 counts as 2^-24:
-            `activation_backward` divides by it.
-        slot: int32 [M]; row m of the result is row slot[m] // top_k of x. None gathers nothing: M = T.
+            `activation_backward` divides by it. Row m of the result is row slot[m] // top_k of x; a slot of None
+            gathers nothing: M = T.
         top_k: the slots of a row of x.
     """
     check_row_cast("gather_quantize", cast)
-    data, scale = _gather_quantize(x, cast.spec, slot, top_k, *factors)
+    data, scale = _gather_quantize(x, cast.spec, top_k, *factors)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
-def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors) -> None:
-    column_scale, group, mantissa_of, weight = factors
+def _check_gather(x: Tensor, cast: Cast, top_k: int, factors: Factors) -> None:
+    column_scale, group, mantissa_of, weight, slot, _ = factors
     check_matrix("gather_quantize", x)
     m = x.shape[0] if slot is None else slot.shape[0]
     check_tensor("slot", slot, (m,), torch.int32)
@@ -91,8 +89,8 @@ def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
     check_tensor("weight", weight, tuple(row.shape), torch.float32)
 
 
-def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    m = x.shape[0] if slot is None else slot.shape[0]
+def _like(x: Tensor, cast: Cast, top_k: int, factors: Factors) -> tuple[Tensor, Tensor]:
+    m = x.shape[0] if factors.slot is None else factors.slot.shape[0]
     return x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
 
 

@@ -51,27 +51,18 @@ def activation_quantize(
 
 
 def activation_backward(
-    dh: Tensor,
-    u: Tensor,
-    kind: str,
-    cast: Cast,
-    factors: Factors,
-    h_cast: Cast,
-    h_scale: Tensor,
-    biased: bool,
-    slot: Tensor | None,
-    row: Tensor | None,
+    dh: Tensor, u: Tensor, kind: str, cast: Cast, factors: Factors, h_cast: Cast, h_scale: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Same as `activation_backward_reference`, for contiguous tensors. It adds the sums in another order."""
     m, f = dh.shape
     data, h_data = allocate(u, u.shape, cast.fmt.dtype), allocate(dh, dh.shape, h_cast.fmt.dtype)
     scale = allocate(u, (m, 1), torch.float32)
     dbias = allocate(u, (u.shape[1] if biased else 0,), torch.float32)
-    dweight = allocate(u, (0,) if row is None else row.shape, torch.float32)
+    dweight = allocate(u, (0,) if factors.row is None else factors.row.shape, torch.float32)
     block_f = _block_f(f, MAX_BLOCK_F)
     warps = _warps(f, block_f) if kind == "gelu" else min(32, max(8 if kind == "geglu" else 4, block_f // 512))
     launcher(_backward_kernel, (m,))(
-        dh, u, *factors, slot, row, h_scale, data, scale, h_data, dweight, f,
+        dh, u, *factors, h_scale, data, scale, h_data, dweight, f,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, **_formula(kind),
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip

@@ -17,13 +17,14 @@ BLOCK = 512  # rows of a program of `index_slots` and `index_groups`
 ROWS = 8  # adjacent ones of a program of `gather_quantize`, which keeps the scales of columns in registers
 
 
-def gather_quantize(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, factors: Factors) -> tuple[Tensor, Tensor]:
+def gather_quantize(x: Tensor, cast: Cast, top_k: int, factors: Factors) -> tuple[Tensor, Tensor]:
     """Same as `gather_quantize_reference`, for contiguous tensors."""
+    *factored, slot, _ = factors
     m, k = x.shape[0] if slot is None else slot.shape[0], x.shape[1]
     data, scale = allocate(x, (m, k), cast.fmt.dtype), allocate(x, (m, 1), torch.float32)
     block_k = row_tile(k)[0]
     launcher(_gather_kernel, (cdiv(m, ROWS),))(
-        x, data, scale, slot, *factors, m, k, TOP_K=top_k, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two,
+        x, data, scale, slot, *factored, m, k, TOP_K=top_k, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two,
         BLOCK_K=block_k, ROWS=ROWS, num_warps=max(2, block_k // 1024),
     )  # fmt: skip
     return data, scale
