@@ -42,8 +42,9 @@ class PackedGroupedLinear(PackedModule):
     def __init__(self, weight: Tensor, scheme: Scheme) -> None:
         super().__init__()
         self.scheme = scheme
+        self.stored = CHANNEL if scales_by_row(scheme) else scheme  # whose scales the stack has
         e, n, k = weight.shape
-        scale = torch.empty(n, 1) if scales_by_row(scheme) else scheme.empty_scale(n, k)
+        scale = self.stored.empty_scale(n, k)
         with torch.device(weight.device):
             self.register_buffer("weight", torch.empty(e, n, k, dtype=EXPERT_DTYPE))
             self.register_buffer("weight_scale", torch.empty(e, *scale.shape, dtype=scale.dtype))
@@ -63,7 +64,7 @@ class PackedGroupedLinear(PackedModule):
         """y [M, N] of x [M, K] in the dtype of x; `offsets` int32 [E]: where each group of rows ends."""
         cast = self.input_cast
         if cast is None:
-            w = self._packed(self.weight, self.weight_scale)
+            w = self.stored.packed_weight(self.weight, self.weight_scale)
             return ops.grouped_weight_only_mm(x, w, offsets)  # [M_e,K] @ [N,K]^T
         if self.input_scale is None:
             return self.product(ops.quantize(x, cast), offsets, x.dtype)
@@ -72,18 +73,13 @@ class PackedGroupedLinear(PackedModule):
 
     def product(self, x_q: QTensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         """y [M, N] of the quantized input [M, K]."""
-        w_q = self._packed(self.weight, self.weight_scale)
+        w_q = self.stored.packed_weight(self.weight, self.weight_scale)
         return ops.grouped_mm(x_q, w_q, offsets, out_dtype=dtype, fast_accumulation=True)  # [M_e,K] @ [N,K]^T
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrices [E, N, K] as numbers."""
         matrices = zip(self.weight, self.weight_scale, strict=True)
-        return torch.stack([self._packed(*matrix).dequantize(dtype) for matrix in matrices])
-
-    def _packed(self, data: Tensor, scale: Tensor) -> QTensor:
-        if scales_by_row(self.scheme):
-            return QTensor(data, scale, CHANNEL.weight.fmt, ROW)
-        return self.scheme.packed_weight(data, scale)
+        return torch.stack([self.stored.packed_weight(*matrix).dequantize(dtype) for matrix in matrices])
 
     def extra_repr(self) -> str:
         e, n, k = self.weight.shape

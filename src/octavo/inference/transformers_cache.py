@@ -46,10 +46,6 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.cache, self.layer = cache, layer
 
-    @property
-    def store(self) -> LayerKVCache | None:
-        return self.cache.stores[self.layer] if self.cache.stores else None
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: `ModelKVCache` allocates all layers at once."""
 
@@ -70,20 +66,6 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.cache.max_tokens
 
     get_max_cache_shape = get_max_length  # its name in the first releases of transformers 5
-
-    def reset(self) -> None:
-        if self.store is not None:
-            self.store.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
-        if self.layer == 0:  # all layers share one count
-            self.cache.crop(-tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.store is not None:
-            self.store.select(beam_idx)
 
 
 class QuantizedKVCache(Cache):  # type: ignore[misc]
@@ -150,6 +132,18 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
                 f"model.set_attn_implementation({ATTENTION!r}), or make the cache with QuantizedKVCache.for_model"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reset(self) -> None:
+        self.model_cache.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        self.model_cache.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for store in self.stores:
+            store.select(beam_idx)
 
     def freeze(self) -> None:
         """End the warm-up of every layer: the scales no longer change, and `reset` keeps them."""

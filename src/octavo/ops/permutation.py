@@ -15,7 +15,7 @@ from octavo.numerics.scaling import scale_mantissa
 from octavo.ops.dispatch import COLUMNS
 from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.launching import LEAST_WEIGHT, Factors, has_kernels, runs_fused
-from octavo.ops.quantization import quantize_reference
+from octavo.ops.quantization import like_quantized, quantize_reference
 from octavo.ops.registration import check_matrix, check_row_cast, check_tensor, operation
 from octavo.ops.transposition import group_of_rows
 
@@ -89,13 +89,10 @@ def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
     check_tensor("weight", weight, tuple(row.shape), torch.float32)
 
 
-def _like(x: Tensor, cast: Cast, top_k: int, factors: Factors) -> tuple[Tensor, Tensor]:
-    m = x.shape[0] if factors.slot is None else factors.slot.shape[0]
-    return x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
-
-
 _gather_quantize = operation(
-    check=_check_gather, like=_like, runs=lambda x, cast, *rest: runs_fused(x, x.shape[1], cast.format)
+    check=_check_gather,
+    like=lambda x, cast, _, on: like_quantized(x, ((x if on.slot is None else on.slot).shape[0], x.shape[1]), cast),
+    runs=lambda x, cast, *rest: runs_fused(x, x.shape[1], cast.format),
 )(gather_quantize_reference)
 combine = operation(
     check=_check_combine,

@@ -205,7 +205,8 @@ def _has_kernel(x: Tensor, cast: Cast, columns: int) -> bool:
     return converts(x, cast.format) and fits(cast, columns)
 
 
-def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
+def like_quantized(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
+    """Data and scale of a tensor of this shape, without values."""
     data = x.new_empty(shape, dtype=cast.fmt.dtype)
     return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=cast.scale_dtype)
 
@@ -213,13 +214,13 @@ def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor
 def _like_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor, Tensor]:
     shape, x = _shape(tensors), tensors[0]
     if stored:
-        return _like(x, shape, cast)
+        return like_quantized(x, shape, cast)
     return x.new_empty(0), x.new_empty((shape[0], 1), dtype=torch.float32)
 
 
 _quantize = operation(
     check=_check,
-    like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast),
+    like=lambda x, cast, *rest: like_quantized(x, tuple(x.shape), cast),
     runs=lambda x, cast, *rest: _has_kernel(x, cast, x.shape[1]) and (cast.by_row or rest[:2] == (None, None)),
 )(_quantize_reference)
 _quantize_stack = operation(
@@ -227,7 +228,7 @@ _quantize_stack = operation(
 )(quantize_stack_reference)
 _quantize_transposed = operation(
     check=_check_transposed,
-    like=lambda x, cast, seed, place: _like(x, (x.shape[1], (x if place is None else place).shape[0]), cast),
+    like=lambda x, cast, seed, place: like_quantized(x, (x.shape[1], (x if place is None else place).shape[0]), cast),
     runs=lambda x, cast, seed, place: _has_kernel(x, cast, (x if place is None else place).shape[0]),
     strided=("x",),  # the kernel copies it only where it must
 )(quantize_transposed_reference)

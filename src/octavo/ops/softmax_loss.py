@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import Cast
 from octavo.ops.launching import converts, has_kernels
-from octavo.ops.quantization import quantize_transposed_reference
+from octavo.ops.quantization import like_quantized, quantize_transposed_reference
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
 IGNORED = -(1 << 40)  # the label of a row without a loss: no number of a label minus one of a first row
@@ -123,14 +123,10 @@ def _like(z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _like_gradient(z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    (t, v), (by_row, by_column) = z.shape, rest[-2:]
-    return *_like_quantized(z, by_row, t, v), *_like_quantized(z, by_column, v, t)
-
-
-def _like_quantized(z: Tensor, wanted: bool, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    if not wanted:
-        return z.new_empty(0), z.new_empty(0)
-    return z.new_empty((rows, columns), dtype=E4M3.dtype), z.new_empty((rows, 1), dtype=torch.float32)
+    made: list[Tensor] = []
+    for wanted, shape in zip(rest[-2:], (z.shape, z.shape[::-1]), strict=True):  # by row, and transposed
+        made += like_quantized(z, shape, Cast()) if wanted else (z.new_empty(0), z.new_empty(0))
+    return tuple(made)
 
 
 cross_entropy = operation(
