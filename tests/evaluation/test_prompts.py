@@ -173,9 +173,7 @@ def test_a_tokenizer_of_characters_names_what_it_does_not_know(tmp_path):
         read_prompts([rows], tokenizer, PromptOptions(2, 9))
 
 
-def test_a_folder_without_a_tokenizer_and_one_in_the_files_of_gpt2(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"needs one of tokenizer\.json, "):
-        open_tokenizer(tmp_path)
+def test_a_tokenizer_in_the_files_of_gpt2(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
     (tmp_path / "merges.txt").write_text("a b\n")

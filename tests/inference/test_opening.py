@@ -177,7 +177,7 @@ def test_compiled_with_a_static_cache_it_gives_the_same(made):
     torch.testing.assert_close(static_steps(model, compiled), required)
 
 
-@pytest.mark.parametrize("scheme", ["channel", "weight"])
+@pytest.mark.parametrize("scheme", ["channel", "weight", "int8"])
 def test_the_code_of_one_layer_is_the_code_of_all(made, scheme):
     torch.compiler.reset()
     model = octavo.load(made("llama", scheme=scheme))

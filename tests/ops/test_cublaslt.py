@@ -114,33 +114,24 @@ SCALED_MM_ON_A_CPU = pytest.mark.skipif(
 
 
 @SCALED_MM_ON_A_CPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("m", "k", "n"), [(16, 32, 48), (5, 33, 7)])
-def test_padding_is_cut_off_again(m, k, n, with_bias):
-    """On the CPU PyTorch's scaled_mm has tensor scales: enough to run the whole path."""
+def test_padding_is_cut_off_again_and_the_gemm_adds_the_bias(m, k, n, with_bias, dtype, monkeypatch):
+    """On the CPU PyTorch's scaled_mm has tensor scales: enough to run the whole path. cuBLASLt has no bias of float32,
+    and a padded GEMM has other columns."""
+    given, scaled_mm = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: given.append(kwargs) or scaled_mm(*args, **kwargs))
     a, b = operands("tensor", m, k, n)
     bias = torch.randn(n) if with_bias else None
-    y = cublaslt.scaled_mm_cublaslt(Operands.of(a, b), bias, torch.bfloat16, False)
+    y = cublaslt.scaled_mm_cublaslt(Operands.of(a, b), bias, dtype, False)
     exact = wide(a) @ wide(b).T + (0 if bias is None else bias.double().numpy())
-    assert (y.shape, y.dtype) == ((m, n), torch.bfloat16)
+    assert (y.shape, y.dtype) == ((m, n), dtype)
     assert worst_row(y, exact) < 2.0**-8
     assert y.is_contiguous()  # as the registered operation's fake says; a compiled graph relies on it
-
-
-@SCALED_MM_ON_A_CPU
-def test_the_gemm_adds_the_bias(monkeypatch):
-    given = []
-    scaled_mm = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: given.append(kwargs) or scaled_mm(*args, **kwargs))
-    bias = torch.randn(48)
-    for a, b in [operands("tensor", 16, 32, 48), operands("tensor", 16, 32, 47)]:
-        for dtype in (torch.bfloat16, torch.float32):
-            cut = bias[: len(b.data)]
-            y = cublaslt.scaled_mm_cublaslt(Operands.of(a, b), cut, dtype, False)
-            assert worst_row(y, wide(a) @ wide(b).T + cut.double().numpy()) < 2.0**-8
-    first, *others = (each["bias"] for each in given)
-    assert torch.equal(first, bias.bfloat16())
-    assert others == [None] * 3  # cuBLASLt has no bias of float32, and a padded GEMM has other columns
+    (added,) = (each["bias"] for each in given)
+    assert (added is not None) == (with_bias and n == 48 and dtype == torch.bfloat16)
+    assert added is None or torch.equal(added, bias.bfloat16())
 
 
 # ---- the grouped GEMM of MX

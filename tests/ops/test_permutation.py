@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from grouped_examples import SIZES, offsets_of, rows_of
+from interpreted_triton import run_kernel
 
 from octavo import ops
 from octavo.numerics import Cast
@@ -105,14 +106,6 @@ def test_tokens_whose_experts_are_all_elsewhere():
     assert torch.equal(ops.combine(y, row, None), torch.zeros(TOKENS, K))
 
 
-def gathered_by_kernel(x: torch.Tensor, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run where kernels are interpreted."""
-    from octavo.ops.kernels.permutation import gather_quantize as kernel
-
-    data, scale = kernel(x, Cast(scale="pow2"), TOP_K, factors)
-    return data.float(), scale
-
-
 def indexed_by_kernel(name: str, *given: object) -> tuple[torch.Tensor | None, ...]:
     """Run where kernels are interpreted, with few rows a program, and with other numbers where nothing is written."""
     from octavo.ops.kernels import permutation as kernel
@@ -166,7 +159,8 @@ def test_the_kernel_gathers(kernels, k):
     whole, weight = torch.rand(rows) < 0.5, torch.exp2(torch.randint(-9, 9, (TOKENS, TOP_K)).float())
     mantissas = torch.where(whole, 8, 12.0).unsqueeze(1)  # 1 and 1.5
     factors = Factors(column_scale, group, mantissas, weight, slot)
-    data, scale = kernels.submit(gathered_by_kernel, x, factors).result()
+    given = x, Cast(scale="pow2"), TOP_K, factors
+    data, scale = kernels.submit(run_kernel, "permutation", "gather_quantize", *given).result()
     token, rounded = slot // TOP_K, torch.where(whole, 1, 2).unsqueeze(1)
-    assert torch.equal(data[whole], x[token][whole])
+    assert torch.equal(data.float()[whole], x[token][whole])
     assert torch.equal(scale, column_scale[group, :1] * weight.view(-1, 1)[slot] * rounded)
