@@ -67,7 +67,7 @@ def test_padding_has_no_penalty() -> None:
         assert torch.equal(found[row : row + 1], processors(repetition_penalty=2.0)(*alone))
 
 
-def test_a_chooser_knows_the_padding() -> None:
+def test_at_temperature_0_a_chooser_takes_the_most_likely_token_and_knows_the_padding() -> None:
     ids = torch.tensor([[5, 5, 5], [0, 0, 5]])
     logits = torch.zeros(2, 9)
     logits[:, 0], logits[:, 5] = 2.0, 3.0
@@ -75,13 +75,6 @@ def test_a_chooser_knows_the_padding() -> None:
     random = sampling.generator(torch.device("cpu"))
     assert sampling.chooser(random, (0, 2))(ids, logits).tolist() == [0, 0]
     assert sampling.chooser(random)(ids, logits).tolist() == [0, 5]  # token 0 counts as one of the second row
-
-
-def test_temperature_0_is_the_most_likely_token_after_the_penalty() -> None:
-    ids, logits = inputs()
-    sampling = Sampling(temperature=0, repetition_penalty=50.0)
-    found = sampling.chooser(sampling.generator(torch.device("cpu")))(ids, logits)
-    assert torch.equal(found, processors(repetition_penalty=50.0)(ids, logits).argmax(-1))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -402,7 +402,8 @@ def test_rotary_embedding_in_other_dtypes(shape, dtype, table):
 # ---- launches of known kernels: every property of an argument that decides the compiled kernel, in turns
 
 
-def test_sizes_and_alignments_in_turns():
+def test_sizes_and_alignments_in_turns(monkeypatch):
+    monkeypatch.setattr(launching, "_recorded", {})
     memory = torch.randn(70_000).bfloat16()
     on_gpu = memory.cuda()
     for _ in range(3):
@@ -413,16 +414,7 @@ def test_sizes_and_alignments_in_turns():
                 assert_same(actual.data, expected.data)
                 assert_same(actual.scale, expected.scale)
 
-
-def test_a_known_call_is_repeated_for_other_tensors(monkeypatch):
-    monkeypatch.setattr(launching, "_recorded", {})
-    for _ in range(3):
-        x = torch.randn(4, 256)
-        actual, expected = ops.quantize(x.cuda(), Cast()), ops.quantize(x, Cast())
-        assert_same(actual.data, expected.data)
-        assert_same(actual.scale, expected.scale)
-    (call,) = launching._recorded.values()
-    assert len(call.launches) == 1
+    assert {len(call.launches) for call in launching._recorded.values()} == {1}  # known, and repeated
 
 
 def test_a_tensor_of_another_device_is_refused():

@@ -276,12 +276,14 @@ class ExpertLoading:
     def __init__(self, meta_model: MetaModel, packing: Packing, names: Sequence[str], device: torch.device) -> None:
         self._model, self._files, self.device = meta_model.model, meta_model.experts, device
         self._parts = self._files.stacks
-        self._stacks: dict[str, Scheme] = {}  # of those in FP8, by their names in the model
+        self._stacks: dict[str, PackedGroupedLinear] = {}  # of those in FP8, by their names in the model
         self.required: dict[str, Tensor] = {}
         chosen = {name: packing.schemes[name] for name in names if name in packing.schemes}
-        weight_only: list[str] = []  # the modules whose inputs are not quantized although their schemes do so
         modules = find_experts(self._model) if chosen else ()
-        reasons = [reason for name in modules for reason in self._swap(name, chosen, weight_only)]
+        reasons = [reason for name in modules for reason in self._swap(name, chosen)]
+        casts = {stack: expert_input_cast(on.scheme, on.weight, device) for stack, on in self._stacks.items()}
+        kept = (stack for stack, cast in casts.items() if cast != self._stacks[stack].scheme.inputs)
+        weight_only = list(dict.fromkeys(stack.rpartition(".")[0] for stack in kept))  # the modules of these stacks
         if weight_only:
             warnings.warn(
                 f"{weight_only[0]} ({plural(len(weight_only), 'such layer')}) computes with inputs that are not "
@@ -297,21 +299,18 @@ class ExpertLoading:
                 stacklevel=3,
             )
 
-    def _swap(self, name: str, chosen: Mapping[str, Scheme], weight_only: list[str]) -> list[str]:
+    def _swap(self, name: str, chosen: Mapping[str, Scheme]) -> list[str]:
         """Replace a module of experts that runs in FP8; else return why it does not."""
         module = self._model.get_submodule(name)
         stacks: dict[str, Any] = {f"{name}.{leaf}": getattr(module, leaf, None) for leaf in Experts.matrices}
         if reasons := [reason for stack, weight in stacks.items() if (reason := self._reason(stack, weight, chosen))]:
             return reasons
-        layers = []
         for stack, weight in stacks.items():
-            scheme = self._stacks[stack] = chosen[self._parts[stack][0]]
+            scheme = chosen[self._parts[stack][0]]
             tensors = scheme.tensors(self._rows(stack, weight), weight.shape[2])
             self.required |= {f"{part}.{leaf}": t for part in self._parts[stack] for leaf, t in tensors.items()}
-            layers.append(PackedGroupedLinear(weight, scheme))
-            if expert_input_cast(scheme, weight, self.device) != scheme.inputs and name not in weight_only:
-                weight_only.append(name)
-        self._model.set_submodule(name, PackedExperts(*layers))
+            self._stacks[stack] = PackedGroupedLinear(weight, scheme)
+        self._model.set_submodule(name, PackedExperts(*(self._stacks[stack] for stack in stacks)))
         return []
 
     def _reason(self, stack: str, weight: Any, chosen: Mapping[str, Scheme]) -> str:
@@ -336,9 +335,9 @@ class ExpertLoading:
 
     def slower_note(self) -> str:
         """That experts were measured to be slower than BF16 on the device; "" if not, or if nothing is known."""
-        for stack, scheme in self._stacks.items():  # the first of a module is that of gate and up
-            weight: Any = self._model.get_submodule(stack).weight
-            if note := slower_experts_note(scheme, (weight.shape[1], weight.shape[2]), self.device):
+        for layer in self._stacks.values():  # the first of a module is that of gate and up
+            _, n, k = layer.weight.shape
+            if note := slower_experts_note(layer.scheme, (n, k), self.device):
                 return note
         return ""
 
@@ -358,7 +357,7 @@ class ExpertLoading:
         data = stacked("weight", lambda t: t.view(torch.uint8)).view(EXPERT_DTYPE)
         scale = stacked(SCALE_NAME, lambda t: t.view(1, 1).expand(rows, 1) if t.ndim == 1 else t)  # by row
         found = {f"{stack}.weight": data, f"{stack}.weight_scale": scale}
-        if self._stacks[stack].static:  # gate and up read one input
+        if self._stacks[stack].scheme.static:  # gate and up read one input
             found[f"{stack}.input_scale"] = stacked(INPUT_SCALE_NAME, lambda t: t.view(1, 1)).amax((1, 2))
         return found
 

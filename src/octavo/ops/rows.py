@@ -9,6 +9,8 @@ byte for byte.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +28,10 @@ def row_amaxes(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -
     The bytes by the scale of each row's own amax are written into `data` [rows of the batch, K], if it is given. The
     relative floor of the cast is ignored.
     """
-    if not _has_kernel(batch, cast):
+    if _has_kernel(batch, cast):
+        _run_kernel("row_amaxes", amax.device, batch, amax, data, cast)
+    else:
         row_amaxes_reference(batch, amax, data, cast)
-        return
-    from octavo.ops.kernels import rows as kernel
-
-    with torch.cuda.device(amax.device):
-        kernel.row_amaxes(batch, amax, data, cast)
 
 
 def row_amaxes_reference(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -> None:
@@ -53,13 +52,10 @@ def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tens
     for name, t in (("scale", scale), ("written", written), ("data", data)):
         if t is not None and not t.is_contiguous():
             raise ValueError(f"cast_rows needs a contiguous {name}, not strides {t.stride()}: call .contiguous()")
-    if not _has_kernel(batch, cast):
+    if _has_kernel(batch, cast):
+        _run_kernel("cast_rows", data.device, batch, scale, written, data, cast)
+    else:
         cast_rows_reference(batch, scale, data, cast)
-        return
-    from octavo.ops.kernels import rows as kernel
-
-    with torch.cuda.device(data.device):
-        kernel.cast_rows(batch, scale, written, data, cast)
 
 
 def cast_rows_reference(batch: RowBatch, scale: Tensor, data: Tensor, cast: Cast) -> None:
@@ -75,19 +71,22 @@ def _has_kernel(batch: RowBatch, cast: Cast) -> bool:
     return fits and cast.format in FORMATS and has_kernels(first.device)
 
 
+def _run_kernel(name: str, device: torch.device, *args: Any) -> Any:
+    """The result of a function of `octavo.ops.kernels.rows`. Triton launches on the current device."""
+    with torch.cuda.device(device):
+        return getattr(import_module("octavo.ops.kernels.rows"), name)(*args)
+
+
 def add_rows(rows: Tensor, total: Tensor, *, mean: bool) -> None:
     """Write the sums over the rows of BF16 [R, N], or their means, into `total` float32 [N], both contiguous.
 
     On a GPU the rows are added in their order.
     """
     if rows.numel() and has_kernels(rows.device):
-        from octavo.ops.kernels import rows as kernel
-
-        with torch.cuda.device(rows.device):
-            kernel.add_rows(rows, total, mean)
-        return
-    reduce = torch.mean if mean else torch.sum
-    reduce(rows, 0, dtype=torch.float32, out=total)
+        _run_kernel("add_rows", rows.device, rows, total, mean)
+    else:
+        reduce = torch.mean if mean else torch.sum
+        reduce(rows, 0, dtype=torch.float32, out=total)
 
 
 def word_sums(tensors: Sequence[Tensor]) -> Tensor:
@@ -99,10 +98,7 @@ def word_sums(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     if not has_kernels(device, (8, 0)) or any(t.device != device for t in tensors):
         return torch.stack([word_sum_reference(t).to(device) for t in tensors])
-    from octavo.ops.kernels import rows as kernel
-
-    with torch.cuda.device(device):
-        return kernel.word_sums(tensors)
+    return _run_kernel("word_sums", device, tensors)
 
 
 WORDS = 2**19  # that the reference adds up at a time, in 4 MiB
