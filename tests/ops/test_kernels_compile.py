@@ -93,7 +93,7 @@ def calls_of_training() -> Iterator[Call]:
         yield "quantization", "quantize_transposed", (on_cpu(1024, 256, dtype=HALF), Cast(), None, long_place)
     for seed in (None, torch.tensor(0)):
         for cast in CASTS:
-            yield "quantization", "quantize", (rows(), cast, None, None, seed)
+            yield "quantization", "quantize", (rows(), cast, None, None, seed, 1)
         yield "quantization", "quantize_scaled", (rows(), ones(1, 1), Cast().fmt, seed)
         yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), seed, None)
     x, weight, row = rows(8192), ones(8192), ones(M, 1)
@@ -152,7 +152,7 @@ def calls_of_caches(capability: int) -> Iterator[Call]:
 
 def calls_in_int8() -> Iterator[Call]:
     cast, x = Cast("int8"), rows(4096)
-    yield "quantization", "quantize", (rows(14336), cast, None, None)
+    yield "quantization", "quantize", (rows(14336), cast, None, None, None, 1)
     yield "norm", "norm_quantize", (x, x, ones(4096), None, 1e-5, cast, False, False)
     for kind in ("swiglu", "gelu"):
         yield "activation", "activation_quantize", (rows(2 * 14336), kind, None, True, cast)

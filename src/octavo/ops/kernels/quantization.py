@@ -45,12 +45,7 @@ FLOOR_PROGRAMS = 256  # the most programs of the second launch
 
 
 def quantize(
-    x: Tensor,
-    cast: Cast,
-    column_scale: Tensor | None,
-    mantissa_of: Tensor | None,
-    seed: Tensor | None = None,
-    matrices: int = 1,
+    x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None, matrices: int
 ) -> tuple[Tensor, Tensor]:
     """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
@@ -71,7 +66,7 @@ def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tenso
     whole = cast.by_row and not cast.relative_floor
     if not whole and (cast.granularity.rows != 1 or cast.granularity.cols is None):
         rows = x if place is None else F.pad(x, (0, 0, 0, 1))[place]
-        return quantize(rows.t().contiguous(), cast, None, None, seed)
+        return quantize(rows.t().contiguous(), cast, None, None, seed, 1)
     x, data, scale = x.contiguous(), allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
     bits, group_size = None, cast.granularity.cols or m
     block_m, warps = power_of_two_above(group_size), TRANSPOSED_WARPS
