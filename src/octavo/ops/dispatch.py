@@ -329,10 +329,9 @@ def fp8_attention_limit(device: Place, head_dim: int, *, training: bool = False)
         major, minor = torch.cuda.get_device_capability(device)
         if major < 9 or major > 10:
             return f"cuDNN has FP8 attention for compute capability 9.0 and 10.0, and this GPU has {major}.{minor}"
-    if training and head_dim not in HEAD_DIMS:
-        return f"FP8 attention takes heads of {' and '.join(map(str, HEAD_DIMS))} elements, and these have {head_dim}"
-    if not training and head_dim != HEAD_DIM:
-        return f"FP8 attention of prompts takes heads of {HEAD_DIM} elements, and these have {head_dim}"
+    kind, dims = ("", HEAD_DIMS) if training else (" of prompts", (HEAD_DIM,))
+    if head_dim not in dims:
+        return f"FP8 attention{kind} takes heads of {' and '.join(map(str, dims))} elements, and these have {head_dim}"
     if isinstance(device, torch.device) and not HAS_CUDNN:
         return 'FP8 attention needs nvidia-cudnn-frontend: run pip install ".[cudnn]" in the source folder of Octavo'
     return ""
