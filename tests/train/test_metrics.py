@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -300,6 +301,8 @@ def look(rank):
     for module, placement in ((placed[0], Shard(1)), (placed[2], Replicate())):
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [placement]))
     assert largest_weights(placed) == largest_weights(whole)
+    placed[0].weight.to_local().data.fill_(math.nan if rank else 1.0)  # which the first rank does not see
+    assert math.isnan(largest_weights(placed)["0.weight"])
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.nn.module_tools import PrecomputedProjections
@@ -42,11 +43,14 @@ def groups_of(tensors: Iterable[Any]) -> list[Any]:
     return [group for mesh in meshes for group in mesh.get_all_groups()]
 
 
-def largest_here(tensors: Iterable[Any]) -> Tensor:
-    """The largest magnitude of each tensor, of a DTensor that of this rank's part: float32 [tensors], NaN for NaN."""
+def largest_magnitudes(tensors: Sequence[Any]) -> Tensor:
+    """The largest magnitude of each whole tensor: float32 [tensors], NaN for NaN. Every rank must call this."""
     # a parameter may have fewer rows than there are ranks
     parts = [part if part.numel() else part.new_zeros(1) for part in map(local_part, tensors)]
-    return torch.stack([norm.to(parts[0].device).float() for norm in torch._foreach_norm(parts, math.inf)])
+    largest = torch.stack([norm.to(parts[0].device).float() for norm in torch._foreach_norm(parts, math.inf)]).abs()
+    for group in groups_of(tensors):  # by their bits, whose order has NaN above: a maximum of floats may skip it
+        dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, group)
+    return largest
 
 
 # ---- The unsharded weight of a layer, as `octavo.distributed.fp8_all_gather` makes FSDP2 gather it: quantized.

@@ -10,6 +10,7 @@ push needs is checked before a byte is changed. It holds the weights of one laye
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,7 +30,7 @@ from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear, Stacked
 from octavo.nn.module_tools import check_module, class_name, parts_of_layer, plain_name
-from octavo.nn.parallel_weights import groups_of, largest_here
+from octavo.nn.parallel_weights import largest_magnitudes
 from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled, quantize_stack
 from octavo.ops.quantization import quantize_matrices
@@ -100,10 +100,8 @@ def not_finite(sources: Mapping[str, Place]) -> list[str]:
     """The parameters that hold inf or NaN, on this rank or another one that shards them."""
     parameters = {name: p.tensor for name, p in sources.items() if isinstance(p.tensor, nn.Parameter)}
     trained = {name: p for name, p in parameters.items() if p.is_floating_point()}
-    finite = largest_here(trained.values()).isfinite().int()
-    for group in groups_of(trained.values()):
-        dist.all_reduce(finite, dist.ReduceOp.MIN, group)
-    return [name for name, holds in zip(trained, finite.tolist(), strict=True) if not holds]
+    largest = largest_magnitudes([*trained.values()]).tolist()
+    return [name for name, number in zip(trained, largest, strict=True) if not math.isfinite(number)]
 
 
 def transformers_model(model: nn.Module, function: str) -> Any:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ from octavo.nn.conversion_report import find_coverage
 from octavo.nn.delayed import histories
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import is_weight
-from octavo.nn.parallel_weights import groups_of, largest_here
+from octavo.nn.parallel_weights import largest_magnitudes
 from octavo.ops.dispatch import gemm_backends
 from octavo.rates.measured import peak_flops
 from octavo.train.config import Config
@@ -231,10 +230,7 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 def largest_weights(model: nn.Module) -> dict[str, float]:
     """The largest magnitude of every whole parameter that is trained, in one transfer. Every rank must call this."""
     parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    largest = largest_here(parameters.values())
-    for group in groups_of(parameters.values()):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    return dict(zip(parameters, largest.tolist(), strict=True))
+    return dict(zip(parameters, largest_magnitudes([*parameters.values()]).tolist(), strict=True))
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
