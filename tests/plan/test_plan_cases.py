@@ -100,18 +100,6 @@ def test_no_number_of_gpus_ends_in_time():
         find_runs(Case("llama-3-8b", {"recipe": "rowwise"}), 1e15, 1)
 
 
-def test_the_cheapest_runs_that_end_in_time(printed, tmp_path):
-    table = tmp_path / "runs.csv"
-    output = printed("plan", "llama-3-8b", "--tokens", "1T", "--days", 14, "--price", 3, "--csv", table)
-    found = [line.split() for line in output.splitlines()[2:10]]
-    assert [float(row[-1].replace(",", "")) for row in found] == sorted(float(r[-1].replace(",", "")) for r in found)
-    assert {row[1] for row in found} == {"bf16", "rowwise"}
-    assert all(float(row[6]) <= 14 for row in found)
-    [first, *_] = rows = list(csv.DictReader(table.read_text().splitlines()))
-    assert (first["gpus"], first["recipe"]) == (found[0][0], "rowwise")
-    assert len(rows) == len(found)
-
-
 def test_a_table_of_cases_replaces_the_one_before(printed, tmp_path):
     table = tmp_path / "plan.csv"
     for _ in range(2):
