@@ -171,15 +171,6 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
 # --- What cannot be started
 
 
-def test_a_run_is_not_started_over_another(begin, tmp_path):
-    run = tmp_path / "run"
-    begin(recipe="bf16", steps=4).run()
-    before = all_contents(run)
-    with pytest.raises(FileExistsError, match=f"{run} is not empty: resume it with --resume {run}, or choose"):
-        begin()
-    assert all_contents(run) == before
-
-
 @pytest.mark.parametrize("leftover", ["config.json", "model/config.json", "notes.txt"])
 def test_a_run_killed_before_its_first_checkpoint_is_not_to_be_resumed(begin, again, tmp_path, leftover):
     path = tmp_path / "run" / leftover
@@ -339,8 +330,10 @@ def test_the_twin_is_the_same_on_any_number_of_ranks():
 
 
 def test_branches_that_cannot_be_are_refused(branch, trunk, tmp_path):
-    with pytest.raises(FileExistsError, match="choose another --out"):
+    before, run = all_contents(trunk.path), trunk.path
+    with pytest.raises(FileExistsError, match=f"{run} is not empty: resume it with --resume {run}, or choose another"):
         branch()  # in the trunk's folder
+    assert all_contents(run) == before
     with pytest.raises(ConfigError, match="steps must be above the 4 of .*step-00000004; got 4"):
         branch("--out", str(tmp_path / "short"), "--steps", "4")
     assert not (tmp_path / "short").exists()

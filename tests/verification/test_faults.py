@@ -44,7 +44,6 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mx": ("llama", WIDE, {"scheme": "mx"}),
     "static": ("llama", WIDE, {"scheme": "static", "kv_cache": "fp8"}),
     "shards": ("llama", WIDE, {"scheme": "channel"}),
-    "biases": ("qwen2", {"tie_word_embeddings": False}, {"scheme": "channel"}),
     "experts": ("mixtral", {}, {"scheme": "channel", "experts": True}),
 }
 
@@ -203,7 +202,7 @@ def written_twice(folder: Path, model: Path) -> None:
 
 W, SCALE = ".weight", ".weight_scale"
 UNFIT = "1 of 256 scales do not fit their bytes"
-BAD_FILE, MISSING = "is truncated or not a safetensors file", "is missing, and the model needs it"
+BAD_FILE = "is truncated or not a safetensors file"
 # What fails -> the folder, the damage, the kind of finding, what it is about, and what its message says.
 FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     # files
@@ -282,10 +281,9 @@ FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
     "q and k swapped": ("channel", layers_swapped(Q, K), "weights", Q + W, "the bytes are not MODEL's weight"),
     "experts swapped": ("experts", layers_swapped(EXPERT.format(1), EXPERT.format(2)), "weights", EXPERT.format(1) + W,
         "the bytes are not"),
-    "biases swapped": ("biases", swapped((f"{Q}.bias", f"{K}.bias")), "weights", f"{Q}.bias", "is not MODEL's"),
     "an element of a norm": ("channel", put(NORM, 4, 1.5), "weights", NORM, "is not MODEL's"),
     "the router": ("experts", replaced(ROUTER + W, rows_swapped), "weights", ROUTER + W, "is not MODEL's, rounded to"),
-    "no norm": ("channel", renamed(NORM, "model.norm.w"), "tensor", NORM, MISSING),
+    "no norm": ("channel", renamed(NORM, "model.norm.w"), "tensor", NORM, "is missing, and the model needs it"),
     "no scale": ("fp8", renamed(f"{Q}.weight_scale_inv", f"{Q}.scale"), "scale", f"{Q}.weight_scale_inv", "is missing"),
     "no input_scale": ("static", renamed(f"{Q}.input_scale", f"{Q}.s"), "scale", f"{Q}.input_scale", "is missing"),
     "a weight in BF16": ("channel", replaced(Q + W, lambda w: w.float().bfloat16()), "config", Q + W,
@@ -313,7 +311,6 @@ of_channel("config", CONFIG, {
     "no model": (written(CONFIG, b'{"a": 1}'), "transformers cannot build the model"),
     "rope_theta": (in_json(CONFIG, lambda config: config["rope_parameters"].update(rope_theta=100_000.0)),
         "rope_parameters.rope_theta is 100000.0, MODEL has 10000.0"),
-    "rms_norm_eps": (setting(rms_norm_eps=1e-3), "rms_norm_eps is 0.001, MODEL has 1e-06"),
     "a window": (setting(layer_types=["sliding_attention"] * 2, sliding_window=4), "MODEL has ['full_attention', "),
     "head count": (setting(num_attention_heads=16, num_key_value_heads=16, head_dim=16),
         "num_attention_heads is 16, MODEL has 8"),
@@ -357,7 +354,6 @@ of_channel("tensor", Q + W, {
     "labelled int8": (labelled("int"), "must be I8, it is F8_E4M3"),
     "labelled groups of 48": (labelled(strategy="group", group_size=48), "not a multiple of its blocks of 1 x 48"),
     "e5m2": (replaced(Q + W, lambda w: w.float().to(torch.float8_e5m2)), "must be F8_E4M3"),
-    "no weight": (renamed(Q + W, f"{Q}.w"), MISSING),
     "a byte is NaN": (put(Q + W, (5, 5), 0xFF), "must be finite: 1 of 65536 are NaN"),
 })  # fmt: skip
 # Of several layers or settings: they have more than two findings.
