@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import octavo
 from octavo.nn import Experts, GroupedLinear, Linear
-from octavo.nn.conversion import find_experts, select_experts, to_fp8_experts
+from octavo.nn.conversion import computed_stacks, find_experts, select_experts
 from octavo.numerics import Cast, group
 from octavo.ops import dispatch as backend
 from octavo.rates.measured import experts_speedup
@@ -115,11 +115,8 @@ def logits(model: nn.Module) -> torch.Tensor:
 def test_the_function_is_that_of_transformers(kind):
     model = built(kind).eval()
     expected = logits(model)
-    found = find_experts(model)
-    assert len(found) == (1 if kind in ("deepseekv3", "jamba") else 2)
-    for name, module in found.items():
-        to_fp8_experts(module, None, name)  # our forward, in the model's own precision
-        assert isinstance(module, Experts)
+    octavo.convert(model, "bf16")  # our forward, in the model's own precision
+    assert sum(isinstance(m, Experts) for m in model.modules()) == (1 if kind in ("deepseekv3", "jamba") else 2)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -180,7 +177,24 @@ def test_experts_that_are_left_out_are_named_with_the_reason(options, reason):
     octavo.convert(model)  # an earlier conversion is undone
     report = octavo.convert(model, **options)
     assert {report.skipped[row.name] for row in report.experts} == {reason}
-    assert not any(isinstance(module, Experts) for module in model.modules())
+    assert not computed_stacks(model)
+
+
+@pytest.mark.parametrize("kind", MODELS[:2])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_experts_that_are_left_out_compute_in_the_dtype_of_autocast(kind, compiled):
+    """Autocast casts no grouped GEMM of PyTorch."""
+    model = built(kind, hidden_size=K, num_hidden_layers=1)
+    (module,) = find_experts(model).values()
+    in_bf16, (x, index, weight, dy) = Experts(4, K, 64).bfloat16(), given()  # the number 4 is no expert here
+    in_bf16.load_state_dict(module.state_dict())
+    expected = [t.float() for t in results(in_bf16, x, index, weight, dy)]
+    octavo.convert(model, "tensorwise")
+    if compiled:
+        module.compile(fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        y, *gradients = results(module, x.detach().float().requires_grad_(), index, weight, dy)
+    assert all(map(torch.equal, (y.float(), *gradients), expected))  # and gradients are float32
 
 
 def test_a_model_of_experts_alone():
@@ -299,15 +313,9 @@ def test_each_group_has_the_bits_of_a_dense_layer_whatever_is_behind_the_groups(
         torch.testing.assert_close(experts.weight.grad[e], dense.weight.grad, rtol=0, atol=float(tolerance))
 
 
-def test_without_a_recipe_it_is_plain_pytorch():
-    sizes = SIZES["ragged"]
-    experts, (x, _) = layer(len(sizes)), given_grouped_linear(sum(sizes))
-    expected = torch.cat([x[rows] @ experts.weight[e].t() for e, rows in enumerate(rows_of(sizes))])
-    assert sqnr(expected, experts(x, offsets_of(sizes))) > 45
-
-
-def test_from_linears():
-    linears = [nn.Linear(K, N, bias=False) for _ in range(3)]
-    experts, (x, _) = GroupedLinear.from_linears(linears), given_grouped_linear(12, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_without_a_recipe_it_computes_as_the_linear_layers_that_it_was_made_of(dtype):
+    linears = [nn.Linear(K, N, bias=False, dtype=dtype) for _ in range(3)]
+    experts, (x, _) = GroupedLinear.from_linears(linears), given_grouped_linear(12, dtype)
     expected = torch.cat([linears[0](x[:5]), linears[2](x[5:])])
     torch.testing.assert_close(experts(x, offsets_of([5, 0, 7])), expected)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.nn.attention_layers import (
@@ -78,7 +78,8 @@ def convert(
     or the activation. So do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
     (`octavo.architectures`), the blocks of timm's vision transformers, and the transformer blocks of diffusers' U-Nets.
     With such a recipe, or `blockwise`, `mxfp8` or `groupwise`, experts run grouped GEMMs in FP8: `octavo.nn.Experts`,
-    `GroupedLinear`, and those of transformers that compute as Mixtral's. `nn.MultiheadAttention` is converted
+    `GroupedLinear`, and those of transformers that compute as Mixtral's. With other recipes, or skipped, these compute
+    in the dtype of autocast, which by itself leaves them in that of their weights. `nn.MultiheadAttention` is converted
     (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and those of
     disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
     PyTorch's fast path, which would not call its converted layers.
@@ -87,8 +88,8 @@ def convert(
         model: any module. Embeddings and norms are not linear layers and stay; output heads and routers are skipped.
         recipe: a preset's name, the path of the .json or .toml file of a recipe, a `Recipe`, or "auto": `rowwise` if
             the device of `model` has its GEMMs, else the nearest recipe that runs there (the report names it).
-        skip: globs of names of layers, or of modules of experts or attention, to leave as they are, in addition to
-            `DEFAULT_SKIP` and heads tied to an embedding.
+        skip: globs of names of layers, or of modules of experts or attention, to leave in high precision, in addition
+            to `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMMs of the recipe, compute them slowly in float32 instead of raising an error.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
             that `model` is on (`octavo.nn.only_if_faster`; the report has the figures; layers that run as one GEMM are
@@ -106,7 +107,7 @@ def convert(
             `.logits` is None. It takes `num_items_in_batch`, `ignore_index` and `shift_labels` as transformers' loss
             does, so Trainer and Lightning need no change. In evaluation, and without labels, the logits are whole.
             Of a model that returns logits alone, as those of `octavo.models`, `model(tokens, labels=tokens)` is the
-            loss, by the same options, of each logit and the next label. The recipe "bf16" changes nothing else.
+            loss, by the same options, of each logit and the next label. The recipe "bf16" quantizes nothing else.
         head: with `fuse_loss`, "rowwise" computes the three products of the head in FP8: faster than "bf16" where the
             vocabulary is large, at a cost in loss that docs/loss.md has.
         attention: "fp8" computes causal attention in E4M3 too (`octavo.nn.use_fp8_attention`). "bf16" leaves it as it
@@ -206,12 +207,11 @@ def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
     """Let the MLPs and experts of a converted model that run fused save the outputs of gate and up, or compute them
     again in the backward pass. False if none runs fused."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "runs_fused")]
-    fused = [module for module in modules if module.runs_fused()]
     for module in modules:
         vars(module).pop("recompute", None)
-    for module in fused if recompute else ():
-        module.recompute = True
-    return bool(fused)
+        if recompute and module.runs_fused():
+            module.recompute = True
+    return any(module.runs_fused() for module in modules)
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
@@ -225,12 +225,8 @@ def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: For
 
 
 def _check_backends(recipe: Recipe, backends: Mapping[str, Backend]) -> None:
-    gemms: dict[str, list[str]] = {}  # by the reason that they are missing
-    for gemm, backend in backends.items():
-        if backend.name == "none":
-            gemms.setdefault(backend.reason, []).append(gemm)
-    if gemms:
-        missing = [f"{', '.join(names)}: {reason}" for reason, names in gemms.items()]
+    if reasons := dict.fromkeys(backend.reason for backend in backends.values() if backend.name == "none"):
+        missing = [f"{', '.join(name for name in backends if backends[name].reason == r)}: {r}" for r in reasons]
         raise ValueError(
             f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it "
             'can run, recipe="auto" takes the nearest of these, and emulate=True computes it slowly in float32'
@@ -283,8 +279,8 @@ def _change(layer: SelectedLayer, recipe: Recipe, chosen: set[str]) -> None:
         return
     if not restore_experts(module):
         restore_layer(module)
-    if converts and _is_experts(module):
-        to_fp8_experts(module, recipe, name)
+    if _is_experts(module) and (converts or _autocast_misses(module)):
+        to_fp8_experts(module, recipe if converts else None, name)
     elif converts:
         ours = next((ours for theirs, ours in _OURS.items() if isinstance(module, theirs)), Conv1D)
         convert_layer(module, ours, recipe, name)
@@ -321,7 +317,8 @@ def follow_attention(rows: Sequence[Row], products: Sequence[SelectedLayer]) -> 
 # ---- The experts that `convert` changes: ours, and those of transformers that compute the same function.
 #
 # transformers keeps the experts of a layer in one module, with the parameters of `octavo.nn.Experts`. Such a module
-# becomes a subclass of its class whose forward is ours. Routers stay in high precision.
+# becomes a subclass of its class whose forward is ours, without a recipe too: autocast does not cast PyTorch's grouped
+# GEMM, and transformers' own forward would compute in the dtype of the weights. Routers stay in high precision.
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -341,12 +338,11 @@ def select_experts(
     """The modules of experts by name, each with the reason why it is skipped; all stacks of a module, or none."""
     selected = []
     for name, module in experts.items():
-        weights = list(stacks_of(name, module).values())
+        sides = [size for w in stacks_of(name, module).values() for size in w.shape[1:]]
         reason = next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
-        reason = reason or _reason_of_experts(module, weights, recipe, device)
-        if not reason and only_if_faster:
-            slow = reason_if_slower([size for w in weights for size in w.shape[1:]], recipe, device)
-            reason = f"{slow}: left in BF16" if slow else ""
+        reason = reason or _reason_of_experts(module, sides, recipe, device)
+        if not reason and only_if_faster and (slow := reason_if_slower(sides, recipe, device)):
+            reason = f"{slow}: left in BF16"
         selected.append(SelectedLayer(name, module, reason))
     return selected
 
@@ -371,11 +367,11 @@ def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:
 
 def restore_experts(module: Any) -> bool:
     """Undo the conversion of a module of experts, and return whether `module` was one."""
-    if not isinstance(module, Experts | GroupedLinear) or module.recipe is None:
+    theirs = parts_of(type(module))[1:]
+    if not isinstance(module, Experts | GroupedLinear) or (module.recipe is None and not theirs):
         return False
     for name in ("recipe", "_layer_name", "recompute"):
         vars(module).pop(name, None)
-    theirs = parts_of(type(module))[1:]
     if theirs and "parallel" not in vars(module):  # their own code cannot compute the part of a rank
         (module.__class__,) = theirs
     return True
@@ -399,20 +395,32 @@ def _computes_as_mixtral(cls: Any) -> bool:
     return (ours.co_code, ours.co_consts, ours.co_names) == (theirs.co_code, theirs.co_consts, theirs.co_names)
 
 
-def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
-    if not runs_experts(recipe):
-        have = [name for name, make in PRESETS.items() if runs_experts(make())]
-        return f"the recipe {recipe.name} has no grouped GEMM: {', '.join(have)} have"
+def _autocast_misses(module: nn.Module) -> bool:
+    """True for experts of transformers, whose GEMMs autocast does not cast, if ours, which it does, can run them."""
+    theirs = not isinstance(module, Experts | GroupedLinear) and not _reason_to_keep(module)
+    return theirs and all(p.shape[-1] % 8 == 0 for p in module.parameters(recurse=False))
+
+
+def _reason_to_keep(module: nn.Module) -> str:
+    """Why our code cannot compute a module of experts, or ""."""
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if "forward" in vars(module) and not isinstance(module, Experts | GroupedLinear):
         return REPLACED
-    if any(w.dtype not in FLOATS for w in weights):
-        return f"its weights are {weights[0].dtype}: FP8 is computed from float32, bfloat16 or float16"
+    other = [p.dtype for p in module.parameters(recurse=False) if p.dtype not in FLOATS]
+    return f"its weights are {other[0]}: FP8 is computed from float32, bfloat16 or float16" if other else ""
+
+
+def _reason_of_experts(module: nn.Module, sides: Sequence[int], recipe: Recipe, device: torch.device) -> str:
+    if not runs_experts(recipe):
+        have = [name for name, make in PRESETS.items() if runs_experts(make())]
+        return f"the recipe {recipe.name} has no grouped GEMM: {', '.join(have)} have"
+    if reason := _reason_to_keep(module):
+        return reason
     missing = [each.reason for each in gemm_backends(recipe, device, grouped=True).values() if each.name == "none"]
     if missing and not recipe.emulate:
         return missing[0]
-    if device.type == "cuda" and any(size % ALIGNMENT for w in weights for size in w.shape[1:]):
+    if device.type == "cuda" and any(size % ALIGNMENT for size in sides):
         return f"its matrices have sides that are no multiples of {ALIGNMENT}"
     return ""
 

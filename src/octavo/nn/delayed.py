@@ -33,8 +33,7 @@ class ScaleHistory(ScaleBuffers):
     def __init__(self, cast: Cast, rule: History, device: torch.device) -> None:
         super().__init__()
         self.cast, self.rule = cast, rule
-        self.learns_in_evaluation = False
-        self.frozen = False
+        self.learns_in_evaluation = self.frozen = False
         with torch.inference_mode(False):  # training cannot change a tensor of inference
             recent, scale = (torch.zeros(shape, dtype=torch.float32, device=device) for shape in (rule.length, (1, 1)))
             self.register_buffer("recent", recent, persistent=False)
@@ -78,9 +77,8 @@ class ScaleHistories(nn.ModuleDict):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":  # `parallelize_module` reads it of every module in a linear layer
             raise AttributeError(
-                "the scale histories of an octavo layer have no weight: octavo's layers do not support PyTorch's "
-                "styles of tensor parallelism. Those of octavo.distributed do (tensor_parallel, ColumnParallel, "
-                "RowParallel)"
+                "the scale histories of a layer have no weight: octavo's layers do not support PyTorch's styles "
+                "of tensor parallelism. Those of octavo.distributed do (tensor_parallel, ColumnParallel, RowParallel)"
             )
         return super().__getattr__(name)
 

@@ -194,7 +194,7 @@ class _Experts(torch.autograd.Function):
         if call.outer_observer is not None:
             observe_group(
                 call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
-                slot=slot, factor=nonzero(weight).view(-1, 1)[slot], column_scale=folded, s_x=s_h,
+                slot=slot, factor=nonzero(weight).view(-1, 1)[slot], column_scale=folded, shift_scale=s_h,
             )  # fmt: skip
         in_t = weights_transposed(w_in, in_data, s_in, recipe.w, g.data) if call.recompute else None
         if in_t is not None:
@@ -215,7 +215,7 @@ class _Experts(torch.autograd.Function):
         if call.observer is not None:
             observe_group(
                 call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
-                factor=(weight / nonzero(weight)).view(-1, 1)[slot], column_scale=s_in.squeeze(2), s_x=s_n,
+                factor=(weight / nonzero(weight)).view(-1, 1)[slot], column_scale=s_in.squeeze(2), shift_scale=s_n,
             )  # fmt: skip
         h_t = ops.transpose(h_q.data, place=groups.place)
         dw_out = weight_gradient(recipe, g, scales, h_t, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
@@ -457,7 +457,7 @@ class _GroupedLinear(torch.autograd.Function):
         if recipe is not None:
             groups, folded = ops.aligned_groups(offsets, len(x_data)), s_w.squeeze(2)
             g = ops.gather_quantize(dy, recipe.dy, Factors(folded, groups.expert, s_x))
-            observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, s_x=s_x, column_scale=folded)
+            observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, shift_scale=s_x, column_scale=folded)
             scales = ops.fold_scales(s_x, g.scale, s_w, offsets)
             if needs_x:
                 w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)

@@ -58,14 +58,11 @@ def observe_group(
     q: QTensor,
     cast: Cast,
     offsets: Tensor,
-    s_x: Tensor | None = None,
     **factors: Tensor | None,
 ) -> None:
     """Record the operand "x", "w" or "dy" of a grouped GEMM, as `octavo.observation.operands.observe_experts` does.
-    `s_x` is the scale m * 2^e [M, 1] of x, as in `observe_dy`."""
+    `shift_scale` is the scale m * 2^e [M, 1] of x, `s_x` of `observe_dy`."""
     if isinstance(observer, ExpertObserver):
-        if s_x is not None:
-            factors["shift_scale"] = s_x
         of_all, slot = (observer.backward, 0) if operand == "dy" else (observer.forward, ("x", "w").index(operand))
         data, scale = (t.flatten(0, 1) if q.data.ndim == 3 else t for t in (q.data, q.scale))
         stats, table = of_all[slot : slot + 1], observer.experts[operand]

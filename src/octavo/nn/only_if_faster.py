@@ -190,7 +190,6 @@ def known_tables(machine: Machine) -> list[tuple[str, Table]]:
         if part in machine.gpu:
             table = Table.from_json((files("octavo.rates") / name).read_text())
             tables.append((f"shipped for {part}, {table.machine.gpu}: {table.method}", table))
-            break
     return tables
 
 
@@ -331,9 +330,8 @@ def _time(
     for call in calls:
         call()
     update_scales(fp8)  # delayed scaling uses its history from the second step on
-    for call in calls:
-        for _ in range(WARM_UP):
-            call()
+    for call in calls * WARM_UP:
+        call()
     bf16_ms, fp8_ms = interleaved_medians([_recorded(call) for call in calls])
     torch.cuda.empty_cache()  # the memory of the graphs
     return bf16_ms, fp8_ms

@@ -112,10 +112,9 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
     outputs, inputs = shape_of(module)
     if id(weight) in tied:
         return "it shares its weight with the embedding"
-    if is_fsdp_module(module) and isinstance(module, Linear):
-        return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
-    if isinstance(module, Linear) and is_parametrized(module):
-        return f"it was parametrized after an earlier conversion: it still runs {module.recipe.name}"
+    if isinstance(module, Linear) and (is_fsdp_module(module) or is_parametrized(module)):
+        change = "fully_shard made it a unit of its own" if is_fsdp_module(module) else "it was parametrized"
+        return f"{change} after an earlier conversion: it still runs {module.recipe.name}"
     if by_name := skipped_by_name(name, outputs, inputs, skip):
         return by_name
     if is_fsdp_module(module):
