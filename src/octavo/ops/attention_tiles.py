@@ -22,7 +22,9 @@ TILES: dict[int, tuple[Tile, ...]] = {
     1: (Tile(64, 2, 3, programs=4), Tile(64, 4, 2), Tile(32, 4, 2)),
     2: (Tile(64, 4, 3), Tile(64, 4, 2), Tile(32, 4, 2)),
 }
-MANY = Tile(64, 2, 2, programs=4)  # of two bytes, where the tokens need not be split: 512 heads are one wave, not two
+# Of two bytes, for up to 16 queries: where the tokens need not be split, of which 512 heads are one wave in place of
+# two, and where they are split.
+MANY, FEW = Tile(64, 2, 2, programs=4), Tile(16, 1, 3, programs=4)
 
 
 def choose_tile(element_size: int, block_m: int, block_d: int, limit: int, *, many: bool = False) -> Tile:
@@ -30,7 +32,9 @@ def choose_tile(element_size: int, block_m: int, block_d: int, limit: int, *, ma
 
     `many` says that a program for each head of each sequence is enough for all multiprocessors.
     """
-    tiles = (MANY, *TILES[2][1:]) if many and element_size == 2 else TILES[element_size]
+    tiles = TILES[element_size]
+    if element_size == 2 and (many or (block_m == 16 and block_d <= 128)):
+        tiles = (MANY if many else FEW, *tiles[1:])
     return next((tile for tile in tiles if shared_bytes(tile, element_size, block_m, block_d) <= limit), tiles[-1])
 
 
@@ -39,7 +43,8 @@ def shared_bytes(tile: Tile, element_size: int, block_m: int, block_d: int) -> i
     block = tile.block_n * block_d
     in_flight = (tile.stages - 1) * 2 * block * element_size  # of keys and of values
     widened = 2 * block if element_size == 1 else 0
-    return in_flight + widened + 2 * block_m * (block_d + tile.block_n)
+    probabilities = tile.block_n if tile.warps > 1 else 0  # a warp by itself keeps them in registers
+    return in_flight + widened + 2 * block_m * (block_d + probabilities)
 
 
 # ---- The number of parts that the tokens of a cache are split into, so that every multiprocessor has work.
