@@ -5,7 +5,6 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -154,8 +153,7 @@ def read_prompts(ids: Tensor, mask: Tensor | None, device: torch.device) -> Prom
 PIECE = 8192  # tokens of all rows that a prompt's forward pass takes at a time: they set the peak of memory
 SHORT = 2048  # tokens of all rows, padding included, of a prompt that is captured
 FEWEST = 64  # tokens that a prompt is padded to
-capture_stream = cache(torch.cuda.Stream)  # of a device, for all graphs
-CAPTURING = threading.RLock()  # of the thread that has this stream
+CAPTURING = threading.RLock()  # of the thread that captures: PyTorch's generator of random numbers serves one capture
 
 
 class Pass:
@@ -181,6 +179,7 @@ class Session:
         self.cache.batch, self.capacity = batch, self.cache.max_tokens
         self.passes: dict[int, Pass] = {}  # by the number of tokens
         self.pool: Any = None  # of the memory of the graphs
+        self.stream = torch.cuda.Stream(device) if captures else None  # type: ignore[no-untyped-call]  # of captures
         with torch.inference_mode(False):
             self.first = torch.zeros(batch, dtype=torch.int32, device=device)
 
@@ -273,7 +272,8 @@ class Session:
         """Record a pass as a CUDA graph. A model that waits for the device cannot be recorded: it runs eagerly."""
         before, graph = self.cache.tokens, torch.cuda.CUDAGraph()
         self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
-        stream, current = capture_stream(self.device), torch.cuda.current_stream(self.device)
+        stream, current = self.stream, torch.cuda.current_stream(self.device)
+        assert stream is not None
         stream.wait_stream(current)
         random = torch.cuda.default_generators[current.device_index]
         state = random.clone_state()

@@ -280,11 +280,12 @@ def activation_of_row(u_ptr, m, offs, F, GATED: tl.constexpr, GELU: tl.constexpr
     """h of row m, at `offs`."""
     mask = offs < F
     if GATED and GELU:  # geglu
-        h, _, _ = _gelu(_load(u_ptr + m * 2 * F + F, offs, mask))
-        h *= _load(u_ptr + m * 2 * F, offs, mask)
+        up, gate = _load(u_ptr + m * 2 * F, offs, mask), _load(u_ptr + m * 2 * F + F, offs, mask)
+        h, _, _ = _gelu(gate)
+        h *= up
     elif GATED:  # swiglu
-        gate = _load(u_ptr + m * 2 * F, offs, mask)
-        h = gate * _sigmoid(gate) * _load(u_ptr + m * 2 * F + F, offs, mask)
+        gate, up = _load(u_ptr + m * 2 * F, offs, mask), _load(u_ptr + m * 2 * F + F, offs, mask)
+        h = gate * _sigmoid(gate) * up
     else:
         h, _, _ = _gelu(_load(u_ptr + m * F, offs, mask))
     return h

@@ -190,7 +190,7 @@ def _part_kernel(
         acc = acc * tl.load(v_scale_ptr + head)
     offs_out = (pair * splits + split).to(tl.int64) * num_rows + offs_m
     if ONE_SPLIT:
-        acc = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
+        acc = _normalized(acc, l_i[:, None], _is_bad(length_ptr, capacity, first_ptr, pair // kv_heads))
     else:
         parts = splits.to(tl.int64) * tl.num_programs(1) * num_rows
         tl.store(out_ptr + parts * HEAD_DIM + offs_out, m_i, offs_m < num_rows)
@@ -234,9 +234,9 @@ def _attend(
         for start in range(begin, full_end, BLOCK_N):
             m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position, m_i, l_i, acc,
                                           HEAD_DIM, BLOCK_N, BLOCK_D, False)  # fmt: skip
-        if full_end < end:
-            m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, full_end, first, end, position,
-                                          m_i, l_i, acc, HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
+        for start in range(full_end, end, BLOCK_N):  # once at most; keys and values of a loop are loaded together
+            m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position, m_i, l_i, acc,
+                                          HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
     return m_i, l_i, acc
 
 
@@ -289,12 +289,14 @@ def _combine_kernel(
     offs_split, offs_d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
     offs = (pair * splits + offs_split).to(tl.int64) * num_rows + row
     parts = tl.num_programs(1).to(tl.int64) * splits * num_rows
-    m_i = tl.load(partial_ptr + parts * HEAD_DIM + offs, offs_split < splits, other=-1e30)
-    alpha = tl.exp2(m_i - tl.max(m_i, 0))
-    l_i = tl.sum(alpha * tl.load(partial_ptr + parts * (HEAD_DIM + 1) + offs, offs_split < splits, other=0.0), 0)
     mask = (offs_split < splits)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    # All loads come before the sums, which wait for the first.
     acc = tl.load(partial_ptr + offs[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
-    y = _normalized(tl.sum(acc * alpha[:, None], 0), l_i, length_ptr, capacity, first_ptr, pair // kv_heads)
+    m_i = tl.load(partial_ptr + parts * HEAD_DIM + offs, offs_split < splits, other=-1e30)
+    l_i = tl.load(partial_ptr + parts * (HEAD_DIM + 1) + offs, offs_split < splits, other=0.0)
+    bad = _is_bad(length_ptr, capacity, first_ptr, pair // kv_heads)
+    alpha = tl.exp2(m_i - tl.max(m_i, 0))
+    y = _normalized(tl.sum(acc * alpha[:, None], 0), tl.sum(alpha * l_i, 0), bad)
     offs_out = (pair.to(tl.int64) * num_rows + row) * HEAD_DIM + offs_d
     tl.store(result_ptr + offs_out, y.to(result_ptr.dtype.element_ty), offs_d < HEAD_DIM)
 
@@ -325,20 +327,25 @@ def _join_kernel(
         alpha, beta = tl.exp2(m_i - m_new), tl.exp2(m_part - m_new)
         l_i, acc = l_i * alpha + l_part * beta, acc * alpha[:, None] + x * beta[:, None]
         m_i = m_new
-    y = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
+    y = _normalized(acc, l_i[:, None], _is_bad(length_ptr, capacity, first_ptr, pair // kv_heads))
     offs = (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :]
     mask = (offs_m < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
     tl.store(result_ptr + offs, y.to(result_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
-def _normalized(acc, l_i, length_ptr, capacity, first_ptr, sequence):
-    """acc / l: zeros if no key was seen; NaN if `length` exceeds the capacity or `first` is negative."""
-    y = tl.where(l_i == 0, 0.0, acc / l_i)
+def _is_bad(length_ptr, capacity, first_ptr, sequence):
+    """True if `length` exceeds the capacity or `first` is negative."""
     bad = tl.load(length_ptr) > capacity
     if first_ptr is not None:
         bad |= tl.load(first_ptr + sequence) < 0
-    return tl.where(bad, float("nan"), y)
+    return bad
+
+
+@triton.jit
+def _normalized(acc, l_i, bad):
+    """acc / l: zeros if no key was seen, NaN if the cache is bad."""
+    return tl.where(bad, float("nan"), tl.where(l_i == 0, 0.0, acc / l_i))
 
 
 def append_kv(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.kernels.device_math import wait_for_inputs
 from octavo.ops.launching import allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 
@@ -27,6 +28,7 @@ def index_of_largest(x: Tensor) -> Tensor:
 
 @triton.jit
 def _part_kernel(x_ptr, keys_ptr, N, BLOCK_N: tl.constexpr):
+    wait_for_inputs()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs = part * BLOCK_N + tl.arange(0, BLOCK_N)
     x = tl.load(x_ptr + row * N + offs, offs < N, other=float("-inf")).to(tl.float32) + 0.0  # -0 becomes 0
@@ -38,6 +40,7 @@ def _part_kernel(x_ptr, keys_ptr, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _combine_kernel(keys_ptr, index_ptr, N, BLOCK_N: tl.constexpr):
+    wait_for_inputs()
     row, offs = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
     keys = tl.load(keys_ptr + row * N + offs, offs < N, other=-(2**63))
     tl.store(index_ptr + row, 0xFFFFFFFF - (tl.max(keys, 0) & 0xFFFFFFFF))
