@@ -97,11 +97,14 @@ def open_hooked(folder: Path) -> Any:
 
 
 def generation(model: Any, **settings: Any) -> Generate:
-    """`model.generate`, greedy, which no end token stops early."""
+    """`model.generate`, greedy. It looks for the end token in every step, and must not meet it in all texts."""
 
     def generate(ids: Tensor, tokens: int) -> Tensor:
-        greedy = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens}
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **greedy, **settings)[:, ids.shape[1] :]
+        mask = torch.ones_like(ids)
+        made = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, **settings)
+        if made.shape[1] < ids.shape[1] + tokens:
+            raise RuntimeError(f"all texts ended after {made.shape[1] - ids.shape[1]} of {tokens} tokens")
+        return made[:, ids.shape[1] :]
 
     return generate
 
