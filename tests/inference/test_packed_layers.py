@@ -363,6 +363,19 @@ def test_norms_and_activations_are_fused_and_layers_stacked(made, name, scheme, 
     assert distance(logits(model), logits(reference)) < limit
 
 
+@pytest.mark.parametrize(("name", "scheme"), [*((name, "channel") for name in ARCHITECTURES), ("llama", "weight")])
+def test_one_row_is_not_quantized(made, name, scheme):
+    model = opened(made, name, scheme)
+    seen = operations(lambda: logits(model, tokens(1)[:1]))
+    assert seen["octavo::weight_only_mm"] == 8
+    assert sum(seen[operation] for operation in ("octavo::norm_quantize", "octavo::quantize", "octavo::scaled_mm")) == 0
+    wide = open_theirs(made(name), torch.float32)
+    for path, layer in wide.named_modules():
+        if path.endswith("_proj"):
+            layer.weight.data = model.get_submodule(path).packed_weight().dequantize()
+    assert distance(logits(model, tokens(1)[:1]), logits(wide, tokens(1)[:1])) < 0.01
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_our_own_models_are_fused_too(packed, name):
     model = load_packed(packed[name].packed).model

@@ -11,7 +11,7 @@ from torch import Tensor, ones
 from torch._higher_order_ops import triton_kernel_wrap
 
 from octavo.numerics import ROW, TENSOR, Cast, block, group
-from octavo.ops.launching import Cache, Factors, Operands, Turn
+from octavo.ops.launching import Around, Cache, Factors, Operands, Turn
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")]
@@ -164,7 +164,9 @@ def calls_of_products(capability: int) -> Iterator[Call]:
     offsets, packed, stack = torch.zeros(8, dtype=torch.int32), on_cpu(4096, 4096), on_cpu(8, 512, 4096)
     for m, by in product((1, 64, 128), (ROW, group(128))):
         given = on_cpu(m, 4096, dtype=HALF), packed, ones(by.scale_shape((4096, 4096))), by, None, None
-        yield "weight_only", "weight_only_mm", (*given, None, native)
+        yield "weight_only", "weight_only_mm", (*given, Around(), None, native)
+        if m == 1 and by == ROW:
+            yield "weight_only", "weight_only_mm", (*given, Around(ones(4096), 1e-5, True), None, native)
     for m in (16, 8192):
         given = on_cpu(m, 4096, dtype=HALF), stack, ones(8, 512, 1), ROW, offsets
         yield "grouped_gemm", "grouped_weight_only_mm", (*given, native)

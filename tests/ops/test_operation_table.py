@@ -23,13 +23,14 @@ from octavo.numerics import ROW, TENSOR, Cast, Granularity, QTensor, block, grou
 from octavo.ops.attention import ordered_attention
 from octavo.ops.gemm import ordered_mm
 from octavo.ops.int8_gemm import int8_mm
-from octavo.ops.launching import LONGEST_ROW, Factors
+from octavo.ops.launching import LONGEST_ROW, Around, Factors
 from octavo.ops.rows import RowBatch, cast_rows
 from octavo.ops.softmax_loss import cross_entropy, cross_entropy_gradient, multiply
 
 WITH_KERNELS = {name: operation for name, operation in cases.OPERATIONS.items() if operation.kernels}
 E4M3, TENSORWISE = Cast(), Cast(granularity=TENSOR)
 INT, E8 = torch.int32, torch.float8_e4m3fn
+GROUP = Cast(granularity=group(4))
 
 
 @pytest.fixture
@@ -273,6 +274,10 @@ def fp8_attends(*parts: slice, heads: slice = slice(None), **changed: Tensor) ->
     ops.fp8_attention(**given | {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale} | changed)
 
 
+def one_row(x, w: QTensor, norm=None, gated: bool = False) -> None:
+    ops.weight_only_mm(x, w, around=Around(norm, 0.1, gated))
+
+
 def by_row(*shape: int) -> QTensor:
     return ops.quantize(ones(shape), E4M3)
 
@@ -358,6 +363,10 @@ BAD = [  # a call, and the message of its error
     (lambda: grouped_dw(rows=7), rf"scale must be {F32} \[2, 8, 1\], got"),
     (lambda: ops.weight_only_mm(ones(2, 8), ops.quantize(ones(4, 8), Cast("e5m2"))), "e4m3, got e5m2"),
     (lambda: ops.weight_only_mm(ones(2, 9), by_row(4, 8)), rf"same K, got {F32} \[2, 9\] and \[4, 8\]"),
+    (lambda: one_row(ones(2, 8), by_row(4, 8), ones(8)), r"x \[1, K\] .* got \[2, 8\] and \[4, 8\]"),
+    (lambda: one_row(ones(1, 8), by_row(3, 8), gated=True), r"an even number of rows, got .* \[3, 8\]"),
+    (lambda: one_row(ones(1, 8), by_row(4, 8), ones(4)), r"norm must be .* \[8\]"),
+    (lambda: one_row(ones(1, 8), ops.quantize(ones(4, 8), GROUP), gated=True), "with scales by group:4"),
     (lambda: groups_of_weights(ones(8, 31)), rf"w \[E, N, K\] with the same K, got {F32} \[8, 31\]"),
     (lambda: groups_of_weights(ones(8, 32), scale=ones(1, 1, 1)), "scales of their own, got e4m3 with tensor scales"),
     (

@@ -10,6 +10,7 @@ from octavo.numerics import ROW, Cast, QTensor, group
 from octavo.numerics.formats import E4M3
 from octavo.ops import Backend, grouped_weight_only_mm, weight_only_mm
 from octavo.ops import weight_only as op
+from octavo.ops.launching import Around
 
 SIZES = [(1, 32, 1), (3, 160, 7), (17, 256, 129)]
 
@@ -26,6 +27,24 @@ def test_every_element_is_rounded_once(cast, size, dtype):
     examples.assert_close(y, x, w, bias)
     residual = torch.randn(m, n).to(dtype)
     assert torch.equal(weight_only_mm(x, w, bias=bias, residual=residual), y + residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("cast", "biased", "normed", "gated"), examples.ROWS)
+def test_one_row_with_its_norm_and_its_activation(cast, biased, normed, gated, dtype):
+    given = examples.row_operands(cast, 160, 12, dtype, biased, normed)
+    y = weight_only_mm(*given[:2], bias=given[2], around=Around(given[3], 0.1, gated))
+    assert (y.shape, y.dtype) == ((1, 6 if gated else 12), dtype)
+    examples.assert_close_row(y, *given, 0.1, gated)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("cast", "biased", "normed", "gated"), examples.ROWS)
+def test_the_kernel_of_one_row(cast, biased, normed, gated, kernels):
+    x, w, bias, norm = examples.row_operands(cast, 544, 28, torch.float16, biased, normed)
+    given = x, w.data, w.scale, w.granularity, bias, None, Around(norm, 0.1, gated)
+    y = kernels.submit(run_kernel, "weight_only", "weight_only_mm", *given, native=True).result()
+    examples.assert_close_row(y, x, w, bias, norm, 0.1, gated)
 
 
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)

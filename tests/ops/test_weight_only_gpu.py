@@ -12,7 +12,7 @@ from gpus import no_waits, poison, replayed
 from octavo.numerics import QTensor
 from octavo.ops import grouped_weight_only_mm, weight_only_mm
 from octavo.ops.dispatch import MAX_M, MAX_MEAN_ROWS
-from octavo.ops.launching import has_kernels
+from octavo.ops.launching import Around, has_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def product(x, w: QTensor, bias=None, residual=None, tiling=(), native: bool | N
 
     poison()
     how = kernel.Tiling(*tiling) if tiling else None
-    return kernel.weight_only_mm(x, w.data, w.scale, w.granularity, bias, residual, how, native)
+    return kernel.weight_only_mm(x, w.data, w.scale, w.granularity, bias, residual, Around(), how, native)
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -45,16 +45,30 @@ def test_all_256_codes(dtype, native):
     expected = w.float().to(dtype)
     by = examples.CASTS["tensor"].granularity
     x = torch.ones(1, 1, dtype=dtype, device="cuda")
-    y = kernel.weight_only_mm(x, w.view(-1, 1), one, by, None, None, native=native)
+    y = kernel.weight_only_mm(x, w.view(-1, 1), one, by, None, None, Around(), native=native)
     assert torch.equal(y[0].nan_to_num(999), expected.nan_to_num(999))
     x = torch.cat([torch.eye(1, 64), torch.zeros(15, 64)]).to("cuda", dtype)
     columns = torch.zeros(512, 64, dtype=torch.uint8, device="cuda")
     columns[:, 0] = codes
-    y = kernel.weight_only_mm(x, columns.view(w.dtype), one, by, None, None, native=native)
+    y = kernel.weight_only_mm(x, columns.view(w.dtype), one, by, None, None, Around(), native=native)
     assert torch.equal(y[0].nan_to_num(999), expected.nan_to_num(999))
     assert torch.equal(y[1:].isnan(), expected.isnan().expand(15, -1))
     wide = kernel.dequantize(w.view(2, 256), one, by, dtype, native=native)
     assert torch.equal(wide.flatten().nan_to_num(999), expected.nan_to_num(999))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("cast", "biased", "normed", "gated"), examples.ROWS)
+@pytest.mark.parametrize(("k", "n"), SIZES, ids=str)
+def test_one_row_with_its_norm_and_its_activation(k, n, cast, biased, normed, gated, dtype):
+    from octavo.ops.kernels import weight_only as kernel
+
+    x, w, bias, norm = examples.row_operands(cast, k, n // 2 * 2, dtype, biased, normed)
+    packed, (x_gpu, bias_gpu, norm_gpu) = on_gpu(w), (None if t is None else t.cuda() for t in (x, bias, norm))
+    for native in ways():
+        poison()
+        given = x_gpu, packed.data, packed.scale, packed.granularity, bias_gpu, None, Around(norm_gpu, 0.1, gated)
+        examples.assert_close_row(kernel.weight_only_mm(*given, native=native), x, w, bias, norm, 0.1, gated)
 
 
 GIVEN = [  # a cast, m, k, n and the dtype of x

@@ -114,7 +114,9 @@ def products(x: Tensor) -> Iterator[Example]:
     q, w = quantize(x, Cast()), quantize(matrix((24, k), torch.bfloat16), Cast())
     a, b = quantize(x, INT8), quantize(w.dequantize(), INT8)
     for bias, residual in ((None, None), (torch.rand(24), torch.rand(m, 24).bfloat16())):
-        yield "weight_only_mm", (x, w.data, w.scale, "row", bias, residual)
+        yield "weight_only_mm", (x, w.data, w.scale, "row", bias, residual, None, 0.0, False)
+        if m:
+            yield "weight_only_mm", (x[:1], w.data, w.scale, "row", bias, None, torch.rand(k), 0.1, bias is None)
         yield "int8_mm", (*operands_of(a, b), bias, residual, torch.bfloat16)
     yield "index_of_largest", (x,)
     yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None)

@@ -18,6 +18,9 @@ CASTS = {
     "mx": Cast(granularity=group(32), scale="e8m0"),
 }
 GROUPED_CASTS = [name for name in CASTS if name != "tensor"]
+ROWS = [  # a cast, and whether there are a bias, a norm and an activation
+    ("row", False, True, False), ("row", True, False, True), ("row", True, True, True), ("tensor", True, True, True),
+]  # fmt: skip
 HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
 
 
@@ -27,6 +30,13 @@ def operands(cast: str, m: int, k: int, n: int, dtype: torch.dtype = torch.bfloa
     x = torch.randn(m, k).to(dtype)
     w = torch.randn(n, k) * torch.exp2(torch.randint(-6, 3, (n, 1)))
     return x, quantize(w, CASTS[cast])
+
+
+def row_operands(cast, k, n, dtype, biased, normed):
+    """x [1, K] of small numbers, w [N, K], a bias [N] and the weight [K] of a norm, or None."""
+    x, w = operands(cast, 1, k, n, dtype)
+    x = (x * (0.1 if normed else 0.01)).to(dtype)
+    return x, w, torch.randn(n).to(dtype) if biased else None, torch.randn(k).to(dtype) * 0.1 if normed else None
 
 
 def grouped_operands(cast, sizes, k, n, dtype=torch.bfloat16):
@@ -54,3 +64,22 @@ def assert_close(y: Tensor, x: Tensor, w: QTensor, bias: Tensor | None = None, *
     error, bound = np.abs(y.cpu().double().numpy() - exact), half_ulp * np.abs(exact) + sums * total
     assert np.isfinite(error).all()
     assert (error <= bound + 2.0**-25 * (y.dtype == torch.float16)).all(), (error / np.maximum(bound, 1e-30)).max()
+
+
+def assert_close_row(
+    y: Tensor, x: Tensor, w: QTensor, bias: Tensor | None, norm: Tensor | None, eps: float, gated: bool
+):
+    """Each element of y [1, N] is norm(x) @ w^T + bias in float64, or its SwiGLU, rounded once to y's dtype, within the
+    error of float32 sums."""
+    wide_x = x.double()
+    if norm is not None:
+        wide_x = wide_x * norm.double() / (wide_x.square().mean() + eps).sqrt()
+    sums = (x.shape[1] + 8) * 2.0**-24 * (wide_x.abs() @ torch.from_numpy(np.abs(wide(w)).T))
+    exact = wide_x @ torch.from_numpy(wide(w).T) + (0 if bias is None else bias.double())
+    if gated:
+        (gate, up), (gate_error, up_error) = exact.chunk(2, 1), sums.chunk(2, 1)
+        silu = gate * torch.sigmoid(gate)
+        sums = 1.1 * gate_error * (up.abs() + up_error) + silu.abs() * (up_error + 2.0**-20 * up.abs())
+        exact = silu * up
+    bound = sums + (HALF_ULP[y.dtype] * 2 + 2.0**-20) * exact.abs() + 2.0**-24 * (y.dtype == torch.float16)
+    assert ((y.cpu().double() - exact).abs() <= bound).all()

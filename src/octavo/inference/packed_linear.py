@@ -3,7 +3,8 @@
     y[T,N] = x_q[T,K] @ weight[N,K]^T  * scales  + bias[N]
 
 x is quantized in each call, as the scheme says (`octavo.checkpoint.scheme`), or keeps its dtype where the GEMM is
-weight-only. The weight is a constant: x has a gradient, the weight none.
+weight-only. So it is for one row by itself in the scheme `channel` (`is_row`). The weight is a constant: x has a
+gradient, the weight none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
-from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, Scheme, input_cast, scheme_on
+from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, WEIGHT, Scheme, input_cast, scheme_on
 from octavo.hf.meta_model import dtypes_read
 from octavo.inference.kv_cache import ModelKVCache
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.fused import NO_PAIR, Norm, Stack, reads, run_fused, stack_adapters, wider_first
+from octavo.nn.fused import NO_PAIR, Norm, NormSpec, Stack, reads, run_fused, stack_adapters, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall, quantize_folded, rows, transposed
@@ -37,7 +38,9 @@ from octavo.nn.module_tools import (
 )
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, scale_from_amax
 from octavo.ops import activation_quantize, norm_quantize_inference, quantize, quantize_scaled, scaled_mm
+from octavo.ops.dispatch import MAX_SMALL_M
 from octavo.ops.int8_gemm import int8_mm
+from octavo.ops.launching import Around
 from octavo.ops.weight_only import weight_only_mm
 from octavo.recipe import BLOCK_X, ROW_X, rowwise
 from octavo.util import cache_argument
@@ -90,7 +93,8 @@ class PackedLinear(PackedModule):
         weight: Any = self._buffers["weight"]
         return input_cast(self.scheme, weight.device)
 
-    def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
+    def forward(self, x: Tensor | PrecomputedProjections, residual: Tensor | None = None) -> Tensor:
+        """y, plus a residual [..., N] of y's dtype where no gradient is computed."""
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
         if not torch.compiler.is_compiling():
@@ -98,13 +102,16 @@ class PackedLinear(PackedModule):
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
-        w_q = self.packed_weight()
+        w_q, gradient = self.packed_weight(), wants_gradient(x)
+        alone = self.scheme == CHANNEL and is_row(x) and not gradient
 
         def product(x: Tensor) -> Tensor:
-            rows = self.operand(x.reshape(-1, x.shape[-1]))
-            return packed_product(rows, w_q, self.bias, dtype).view(*x.shape[:-1], self.out_features)
+            rows = x.reshape(-1, x.shape[-1])
+            operand = rows if alone else self.operand(rows)
+            added = None if residual is None else residual.view(-1, self.out_features)
+            return packed_product(operand, w_q, self.bias, dtype, added).view(*x.shape[:-1], self.out_features)
 
-        if not wants_gradient(x):
+        if not gradient:
             return product(x)
         return PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, self.input_cast is None)  # type: ignore[no-untyped-call]
 
@@ -164,6 +171,12 @@ class PackedLinear(PackedModule):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, scheme={self.scheme.name}, frozen"
+
+
+def is_row(x: Tensor) -> bool:
+    """True for one row by itself, in BF16. Its product takes as long as reading the weight, so a cast to eight bits
+    would only make it slower and less exact. (FP16 may overflow in SwiGLU, where the cast of float32 does not.)"""
+    return x.numel() == x.shape[-1] and x.dtype == torch.bfloat16
 
 
 def packed_product(
@@ -362,6 +375,9 @@ def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
 # adapters around them, layers of the scheme `channel` run as `octavo.nn.fused` says, others one by one. The
 # operations and their order are those of training, so the packed model of a run gives the same bits as the run. Where
 # the GEMM is weight-only, PyTorch computes norms and activations.
+#
+# One row by itself, a token of one text, is not cast in the schemes `channel` and `weight`. The kernels of its GEMMs
+# (`octavo.ops.weight_only_mm`) compute root-mean-square norms and SwiGLU, and add the residual stream.
 
 
 class _OneInput(FusedModule):
@@ -389,8 +405,12 @@ class PackedNormLinear(_OneInput, NormLinear):
             pair = stack_adapters(adapters, stack.weights, call.dtype)
             y, total = run_fused(x, residual, norm, stack, call, pairs=(pair, NO_PAIR))
             return torch.split_with_sizes(y, stacked.sizes, -1), total
-        total, n = _norm(x, residual, norm, stacked.cast)
-        y = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x)).view(*x.shape[:-1], -1)
+        found = _row(x, residual, norm, stacked)
+        if found is None:
+            total, n = _norm(x, residual, norm, stacked.cast)
+            found = total, packed_product(n, stacked.weight, stacked.bias, compute_dtype(x))
+        total, y = found
+        y = y.view(*x.shape[:-1], -1)
         return torch.split_with_sizes(y, stacked.sizes, -1), x if residual is None else total.view(x.shape)
 
 
@@ -424,6 +444,9 @@ class PackedMLP(_OneInput, FusedMLP):
             return None
         if wants_gradient(x, residual, *(() if known is None else known[1:])):
             return None
+        gated = self.activation == "swiglu" and outer.scheme in (CHANNEL, WEIGHT)
+        if gated and (found := _row(x, residual, known, stacked, gated=True)) is not None:
+            return found
         total, n = _norm(x, residual, known, stacked.cast)
         u = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x))  # [T,K] @ [2F,K]^T
         cast = outer.input_cast
@@ -478,6 +501,20 @@ class ServedNorm(nn.Module):
             return super().forward(x)
         y = F.rms_norm(x, self.weight.shape, None, self.variance_epsilon)
         return self.weight * y.to(x.dtype)  # autocast widens y
+
+
+def _row(
+    x: Tensor, residual: Tensor | None, norm: Norm | None, stacked: Stacked, *, gated: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """x + residual [1, K] of one row, and the outputs [1, sum of N] of the layers that read its norm, or their SwiGLU;
+    None where no kernel computes all of these."""
+    how, gamma, _ = (NormSpec(0.0, center=False), None, None) if norm is None else norm
+    alike = compute_dtype(x) == x.dtype and (residual is None or residual.dtype == x.dtype)
+    w = stacked.weight
+    if not (is_row(x) and alike and w.format.name == "e4m3" and w.granularity == ROW) or how.center:
+        return None
+    total = rows(x if residual is None else x + residual)
+    return total, weight_only_mm(total, w, bias=stacked.bias, around=Around(gamma, how.eps, gated))
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | None) -> tuple[Tensor, QTensor | Tensor]:
@@ -545,7 +582,16 @@ class ServedAttention(nn.Module):
             y = y[:, :, -1:]
         batch, _, tokens, _ = y.shape
         y = y.reshape(batch, 1, -1) if tokens == 1 else y.transpose(1, 2).flatten(2)
-        return child(self, "o_proj")(y), None
+        return self._project(y, hidden_states), None
+
+    def _project(self, y: Tensor, x: Tensor | PrecomputedProjections) -> Tensor:
+        """The output projection of y [B, T, H * D]; of few tokens plus x, which the decoder layer is told."""
+        outer: Any = child(self, "o_proj")
+        few = y.shape[:-1] == x.shape[:-1] and y.shape[:-1].numel() <= MAX_SMALL_M
+        if isinstance(x, Tensor) or not few or type(outer) is not PackedLinear or watched(outer):
+            return outer(y)
+        x.added = True
+        return outer.forward(y, x.x)
 
     def _serves(
         self, cache: Any, x: Tensor | PrecomputedProjections, tables: tuple[Tensor, Tensor] | None, mask: Tensor | None

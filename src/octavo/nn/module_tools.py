@@ -313,13 +313,15 @@ class PrecomputedProjections:
 
     The attention calls its projections with this object, and each converted projection returns its own output. The
     object has the dtype and device of x, and is not a tensor. Its shape is [..., K], with all tokens for which there
-    are outputs, also where x has one rank's part of a sequence.
+    are outputs, also where x has one rank's part of a sequence. The attention sets `added` if its result has x added.
     """
+
+    added = False
 
     def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
         batch = next((y.shape[:-1] for y in outputs), x.shape[:-1])
         self.shape = torch.Size((*batch, x.shape[-1]))
-        self.ndim = len(self.shape)
+        self.ndim, self.x = len(self.shape), x
         self.dtype: torch.dtype = x.dtype
         self.device: torch.device = x.device
         self.pairs = tuple(zip(layers, outputs, strict=True))

@@ -48,8 +48,8 @@ __all__ = [
     "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "index_of_largest", "norm_backward",
     "norm_quantize", "norm_quantize_inference", "quantize", "quantize_matrices", "quantize_matrices_transposed",
     "quantize_scaled", "quantize_stack", "quantize_transposed", "requantize", "requantize_norm",
-    "requantize_transposed", "rotate", "rotate_append", "row_scales", "scaled_mm", "sort_by_expert", "transpose",
-    "turn_heads", "weight_only_mm",
+    "requantize_transposed", "rotate", "rotate_append", "row_scales", "scaled_mm", "sort_by_expert",
+    "transpose", "turn_heads", "weight_only_mm",
 ]  # fmt: skip
 _FILES = (
     "activation", "attention", "attention_fp8", "dispatch", "gemm", "grouped_gemm", "largest", "norm", "permutation",

@@ -443,6 +443,16 @@ class Factors(NamedTuple):
     row: Tensor | None = None  # int32 [T, top_k], of each slot, or -1
 
 
+class Around(NamedTuple):
+    """What is computed around the product of one row: a root-mean-square norm by a weight [K] before it, and SwiGLU
+    after it, where the rows of w are those of gate, then of up."""
+
+    norm: Tensor | None = None
+    eps: float = 0.0
+    gated: bool = False
+
+
+ALONE = Around()
 LEAST_WEIGHT = 2.0**-24  # in place of a smaller weight of a slot in a backward pass, which divides by it
 
 

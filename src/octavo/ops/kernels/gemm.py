@@ -4,7 +4,8 @@
 
 a has eight bits and scales. In the weight-only GEMM (`weight_only`) it is BF16 or FP16, to which b is widened exactly.
 
-M = 1 (GEMV): a program multiplies whole rows of b with a in float32 registers, and sums at the end.
+M = 1 (GEMV): a program multiplies whole rows of b with a in float32 registers. It adds 8 neighbours in each step, and
+all at the end. A norm of a may come first, whose mean of squares each program computes for itself, and SwiGLU last.
 
 Larger M: the tensor core computes b @ a^T, because its first operand needs at least 64 rows; the columns of a^T are
 padded to 16. If N has too few tiles for the multiprocessors, K is split (split-K), and a second launch adds the partial
@@ -13,13 +14,14 @@ sums. It adds them in a fixed order, so the result does not depend on which prog
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.kernels.device_math import let_next_start, wait_for_inputs, widen, widen_scale
-from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above
+from octavo.ops.launching import ALONE, Around, allocate, cdiv, multiprocessors, power_of_two_above
 from octavo.ops.registration import launcher
 
 MAX_BLOCK_M = 128
@@ -70,30 +72,35 @@ def multiply(
     promote: int = 0,
     scale_rows: int = 1,
     group: int = 0,
+    around: Around = ALONE,
 ) -> Tensor:
     """Fill y [M, N] with the product of a [M, K] and b [N, K], and return it.
 
     Sums are promoted to float32 after `promote` elements of K, or never (0). `scale_rows` rows of b share a scale, or
-    `group` elements of a row (0: all).
+    `group` elements of a row (0: all). `around` is for M = 1.
     """
     a, b, (m, n), k = a.contiguous(), b.contiguous(), y.shape, a.shape[1]
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
     block_n, block_k, stages, warps, split_k = tiling
-    given, tiles = (a, b, scale_a, scale_b, bias, residual, y), cdiv(n, block_n)
     options = {
         "SCALE_ROWS": scale_rows, "STRIDE_SCALE_B": _stride(scale_b), "GROUP": group,
         "BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "num_warps": warps,
     }  # fmt: skip
     if m == 1:
-        launcher(_row_kernel, (tiles,))(*given, n, K=k, **options)
+        launcher(_row_kernel, (cdiv(n, block_n),))(
+            a, b, scale_a, scale_b, bias, residual, around.norm, y, n,
+            K=k, EPS=float(np.float32(around.eps)), GATED=around.gated, **options,
+        )  # fmt: skip
         return y
     k_per_split, split_k = cut(k, block_k, split_k)
     partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
     block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(m)))
-    launcher(_tile_kernel, (cdiv(m, block_m), tiles, split_k))(  # programs that read the same part of b run together
-        *given, partials, m, n, K=k, K_PER_SPLIT=k_per_split, BLOCK_M=block_m, PROMOTE=promote, AXIS_M=0,
-        STRIDE_SCALE_A=_stride(scale_a), **options,
+    grid = cdiv(m, block_m), cdiv(n, block_n), split_k  # programs that read the same part of b run together
+    launcher(_tile_kernel, grid)(
+        a, b, scale_a, scale_b, bias, residual, y, partials, m, n,
+        K=k, K_PER_SPLIT=k_per_split, BLOCK_M=block_m, PROMOTE=promote, AXIS_M=0, STRIDE_SCALE_A=_stride(scale_a),
+        **options,
     )  # fmt: skip
     if partials is not None:
         add_partials(partials, scale_a, None if group else scale_b, bias, residual, y)
@@ -147,35 +154,62 @@ def largest_block_k(k: int, most: int) -> int:
 
 @triton.jit
 def _row_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, N,
-    K: tl.constexpr, SCALE_ROWS: tl.constexpr, STRIDE_SCALE_B: tl.constexpr, GROUP: tl.constexpr,
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, norm_ptr, y_ptr, N,
+    K: tl.constexpr, EPS: tl.constexpr, GATED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, STRIDE_SCALE_B: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs()
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    b_rows, scale_b_ptrs = b_ptr + offs_n.to(tl.int64) * K, scale_b_ptr + offs_n // SCALE_ROWS * STRIDE_SCALE_B
+    # What the sums are multiplied by, and what is added to them, is loaded before the loop, which takes as long.
+    scale_a = 1.0 if scale_a_ptr is None else tl.load(scale_a_ptr)
+    scale_b = 1.0 if GROUP else tl.load(scale_b_ptrs)
+    bias = None if bias_ptr is None else tl.load(bias_ptr + offs_n)
+    residual = None if residual_ptr is None else tl.load(residual_ptr + offs_n)
+    if GATED:  # b is the gate, then up, with scales by row or by tensor
+        offs_up = N + offs_n
+        up_rows, scale_up = b_ptr + offs_up.to(tl.int64) * K, tl.load(scale_b_ptr + offs_up * STRIDE_SCALE_B)
+        bias_up = None if bias_ptr is None else tl.load(bias_ptr + offs_up)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
     offs_k = tl.arange(0, BLOCK_K)
-    b_rows = b_ptr + offs_n.to(tl.int64) * K
-    scale_b_ptr += offs_n // SCALE_ROWS * STRIDE_SCALE_B
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        if K % BLOCK_K == 0:
-            a = tl.load(a_ptr + k + offs_k)
-            b = tl.load(b_rows[:, None] + (k + offs_k)[None, :])
-        else:
-            mask_k = k + offs_k < K
-            a = tl.load(a_ptr + k + offs_k, mask_k, other=0.0)
-            b = tl.load(b_rows[:, None] + (k + offs_k)[None, :], mask_k[None, :], other=0.0)
-        product = widen(b, tl.float32) * a.to(tl.float32)[None, :]
-        if GROUP:
-            product *= widen_scale(tl.load(scale_b_ptr + k // GROUP))[:, None]
-        acc += product
+        mask = None if K % BLOCK_K == 0 else k + offs_k < K
+        a = _load(a_ptr + k + offs_k, mask).to(tl.float32)
+        if norm_ptr is not None:
+            squares += a * a
+            a *= _load(norm_ptr + k + offs_k, mask).to(tl.float32)
+        acc += _row_products(b_rows, scale_b_ptrs, a, k, offs_k, mask, GROUP)
+        if GATED:
+            up += _row_products(up_rows, None, a, k, offs_k, mask, 0)
     let_next_start()
-    total = tl.sum(acc, 1)
-    if scale_a_ptr is not None:
-        total *= tl.load(scale_a_ptr)
-    if not GROUP:
-        total *= tl.load(scale_b_ptr)
-    store_sums(total, 0, offs_n, y_ptr, bias_ptr, residual_ptr, N)
+    if norm_ptr is not None:
+        scale_a = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + EPS)
+    y = tl.sum(acc, 1) * scale_a * scale_b
+    if GATED:
+        up = tl.sum(up, 1) * scale_a * scale_up
+        if bias is not None and bias_up is not None:
+            y, up = y + bias.to(tl.float32), up + bias_up.to(tl.float32)
+        y, bias = y / (1.0 + tl.exp(-y)) * up, None
+    _add_and_store(y, bias, residual, y_ptr + offs_n, None)
+
+
+@triton.jit
+def _row_products(b_rows, scale_ptrs, a, k, offs_k, mask, GROUP: tl.constexpr):
+    """Sums of 8 products of rows of b with a [BLOCK_K], from k on."""
+    b = _load(b_rows[:, None] + (k + offs_k)[None, :], None if mask is None else mask[None, :])
+    products = widen(b, tl.float32) * a[None, :]
+    sums = tl.sum(tl.reshape(products, (b.shape[0], b.shape[1] // 8, 8)), 2)  # in the registers of a thread
+    if GROUP:
+        sums *= widen_scale(tl.load(scale_ptrs + k // GROUP))[:, None]
+    return sums
+
+
+@triton.jit
+def _load(ptrs, mask):
+    return tl.load(ptrs) if mask is None else tl.load(ptrs, mask, other=0.0)
 
 
 @triton.jit
@@ -194,6 +228,12 @@ def _tile_kernel(
     if scale_b_ptr is not None:
         scale_b_ptr += offs_n // SCALE_ROWS * STRIDE_SCALE_B
     start_k = tl.program_id(2) * K_PER_SPLIT
+    scale_a, scale_b = 1.0, 1.0
+    if partials_ptr is None:  # before the sums, which take as long as these loads
+        if scale_a_ptr is not None:
+            scale_a = tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
+        if scale_b_ptr is not None and not GROUP:
+            scale_b = tl.load(scale_b_ptr)[:, None]
     acc = sum_products(
         b_ptr + offs_n.to(tl.int64) * K, a_rows, scale_b_ptr, start_k, tl.minimum(start_k + K_PER_SPLIT, K), K,
         K % BLOCK_K == 0, PROMOTE, GROUP, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES,
@@ -203,12 +243,8 @@ def _tile_kernel(
         offs = (tl.program_id(2) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
         tl.store(partials_ptr + offs, acc, mask_m[None, :])
     else:
-        if scale_a_ptr is not None:
-            acc *= tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
-        if scale_b_ptr is not None and not GROUP:
-            acc *= tl.load(scale_b_ptr)[:, None]
         rows = offs_m.to(tl.int64)[None, :]
-        store_sums(acc, rows, offs_n[:, None], y_ptr, bias_ptr, residual_ptr, N, mask_m[None, :])
+        store_sums(acc * scale_a * scale_b, rows, offs_n[:, None], y_ptr, bias_ptr, residual_ptr, N, mask_m[None, :])
 
 
 @triton.jit
@@ -250,12 +286,20 @@ def store_sums(acc, offs_m, offs_n, y_ptr, bias_ptr, residual_ptr, N, mask=None)
 
     Where offs_n is clamped to the last column, several lanes store the same value there.
     """
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + tl.minimum(offs_n, N - 1)).to(tl.float32)
     offs = offs_m * N + offs_n
-    if residual_ptr is not None:
-        acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32) + tl.load(residual_ptr + offs, mask).to(tl.float32)
-    tl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask)
+    bias = None if bias_ptr is None else tl.load(bias_ptr + tl.minimum(offs_n, N - 1))
+    residual = None if residual_ptr is None else tl.load(residual_ptr + offs, mask)
+    _add_and_store(acc, bias, residual, y_ptr + offs, mask)
+
+
+@triton.jit
+def _add_and_store(acc, bias, residual, y_ptrs, mask):
+    dtype: tl.constexpr = y_ptrs.dtype.element_ty
+    if bias is not None:
+        acc += bias.to(tl.float32)
+    if residual is not None:
+        acc = acc.to(dtype).to(tl.float32) + residual.to(tl.float32)
+    tl.store(y_ptrs, acc.to(dtype), mask)
 
 
 # ---- GEMMs whose K is split into parts (split-K): one launch multiplies the parts, and a second adds the partial sums.

@@ -21,7 +21,16 @@ from torch import Tensor
 from octavo.numerics.qtensor import Granularity
 from octavo.ops.kernels.device_math import widen, widen_scale
 from octavo.ops.kernels.gemm import MAX_BLOCK_M, Tiling, choose_split, largest_block_k, multiply
-from octavo.ops.launching import allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
+from octavo.ops.launching import (
+    ALONE,
+    Around,
+    allocate,
+    cdiv,
+    has_kernels,
+    multiprocessors,
+    power_of_two_above,
+    shared_memory,
+)
 from octavo.ops.registration import launcher
 
 
@@ -32,6 +41,7 @@ def weight_only_mm(
     granularity: Granularity,
     bias: Tensor | None,
     residual: Tensor | None,
+    around: Around = ALONE,
     tiling: Tiling | None = None,
     native: bool | None = None,
 ) -> Tensor:
@@ -41,10 +51,11 @@ def weight_only_mm(
     native: whether the GPU converts E4M3 by an instruction; None asks it.
     """
     (m, k), n, scale, group = x.shape, w.shape[0], readable_scale(scale), granularity.cols or 0
+    n = n // 2 if around.gated else n
     w = w if (has_kernels(x.device) if native is None else native) else w.view(torch.uint8)
     added = bias, residual, allocate(x, (m, n))
     tiling = tiling or choose(m, n, k, group, x.device)
-    return multiply(x, w, None, scale, *added, tiling, scale_rows=granularity.rows or 1, group=group)
+    return multiply(x, w, None, scale, *added, tiling, scale_rows=granularity.rows or 1, group=group, around=around)
 
 
 def dequantize(w: Tensor, scale: Tensor, by: Granularity, dtype: torch.dtype, native: bool | None = None) -> Tensor:
@@ -79,7 +90,7 @@ def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`. group: elements along K that share a scale, 0 for all."""
     if m == 1:
         block_k = group or largest_block_k(k, 512)
-        return Tiling(4096 // block_k if group else 8, block_k, stages=4, warps=4)
+        return Tiling(4096 // block_k if group else 8, block_k, stages=5, warps=4 if group else 2)
     # Each program reads its part of x from the L2 cache: the more rows of w_q it has, the fewer read the same. A group
     # of 4 warps multiplies 64 rows; with more, the tensor core would wait for each product.
     block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(m)))
