@@ -14,7 +14,7 @@ import octavo
 from octavo.calibration import calibrate
 from octavo.data import read_text
 from octavo.distributed import expert_parallel
-from octavo.evaluation import Budget
+from octavo.evaluation.metrics import Budget
 from octavo.inference.kv_cache import check_settings
 from octavo.numerics.formats import NARROW_FORMATS
 from octavo.numerics.qtensor import ROUNDINGS, SCALE_KINDS

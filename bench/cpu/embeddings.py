@@ -28,7 +28,7 @@ import octavo
 from bench.gpu.harness import Options, Results, benchmark, sized
 from octavo.calibration import calibrate
 from octavo.checkpoint.scheme import SCHEMES
-from octavo.evaluation import PromptOptions
+from octavo.evaluation.prompts import PromptOptions
 from octavo.packing import pack
 from octavo.verification.findings import Report
 from octavo.verification.verifier import verify

@@ -34,9 +34,8 @@ from octavo.calibration import Calibration, calibrate
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.folder import RunFolder
 from octavo.data import read_text
-from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality, LogitSums, Outputs, compare_many
-from octavo.evaluation.prompts import read_prompts
+from octavo.evaluation.prompts import PromptOptions, read_prompts
 from octavo.inference.transformers_cache import CACHE, QuantizedKVCache, scales_from_calibration
 from octavo.models.tokenizer import build_corpus, load_tokenizer, open_tokenizer
 from octavo.nn import use_fp8_attention

@@ -89,7 +89,8 @@ def pack_command(
       octavo pack models/llama models/llama-smooth --smooth calibrated/llama
       octavo pack runs/first first.gguf --layout gguf --no-tokenizer
     """
-    from octavo.evaluation import Budget, PromptOptions
+    from octavo.evaluation.metrics import Budget
+    from octavo.evaluation.prompts import PromptOptions
     from octavo.packing import PackOptions, pack, pack_frozen, pack_within
 
     if smooth is not None or rotate:
@@ -330,7 +331,7 @@ def unpack_command(
       octavo unpack packed/block packed/block-fp8 --layout fp8
       octavo unpack packed/first packed/static --freeze 64 --data chats.jsonl
     """
-    from octavo.evaluation import PromptOptions
+    from octavo.evaluation.prompts import PromptOptions
     from octavo.packing import convert_layout, freeze_folder, unpack
 
     if freeze is not None and scheme not in (None, "static"):
@@ -391,7 +392,7 @@ def calibrate_command(
       octavo calibrate models/llama calibrated/llama --data chats.jsonl --data books/ --samples 512
     """
     from octavo.calibration import calibrate
-    from octavo.evaluation import PromptOptions
+    from octavo.evaluation.prompts import PromptOptions
 
     prompts = PromptOptions(samples, context, batch, seed)
     try:

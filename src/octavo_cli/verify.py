@@ -58,7 +58,8 @@ def verify_command(
       octavo verify packed/qwen --against models/qwen --data texts/ --budget kl=0.01 --budget ppl=0.5% --html q.html
     """
     import octavo
-    from octavo.evaluation import Budget, PromptOptions
+    from octavo.evaluation.metrics import Budget
+    from octavo.evaluation.prompts import PromptOptions
     from octavo.report.page import page_of_report
     from octavo.verification import verify
     from octavo.verification.findings import invocation_of

@@ -8,7 +8,8 @@ import torch
 from quality import compare
 from scipy import special, stats
 
-from octavo.evaluation import Budget, metrics
+from octavo.evaluation import metrics
+from octavo.evaluation.metrics import Budget
 
 
 def table(seed, scale=1.0):

@@ -14,7 +14,7 @@ from verify_examples import change_config, change_tensors, run_verify
 
 from octavo.calibration import calibrate
 from octavo.checkpoint import scheme as gemm_path
-from octavo.evaluation import PromptOptions
+from octavo.evaluation.prompts import PromptOptions
 from octavo.inference.opening import load_packed
 from octavo.inference.packed_linear import PackedLinear
 from octavo.packing import convert_layout, pack

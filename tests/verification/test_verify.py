@@ -16,8 +16,8 @@ import octavo
 from octavo.calibration import calibrate
 from octavo.checkpoint.files import ShardReader, read_json
 from octavo.checkpoint.scheme import SCHEMES
-from octavo.evaluation import Budget, PromptOptions
-from octavo.evaluation.metrics import EmbeddingQuality
+from octavo.evaluation.metrics import Budget, EmbeddingQuality
+from octavo.evaluation.prompts import PromptOptions
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.packing import convert_layout, pack
 from octavo.packing.transforms import fold

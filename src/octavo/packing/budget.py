@@ -28,8 +28,15 @@ from torch import Tensor, nn
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import check_absent
 from octavo.checkpoint.scheme import groups
-from octavo.evaluation import Budget
-from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, check_budgets, compare_many
+from octavo.evaluation.metrics import (
+    Budget,
+    EmbeddingSums,
+    LogitQuality,
+    LogitSums,
+    Quality,
+    check_budgets,
+    compare_many,
+)
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.meta_model import model_outputs, predicts_tokens
 from octavo.hf.source import Source, open_source
