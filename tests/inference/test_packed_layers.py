@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import octavo
 from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, find_gemm, scheme_on
 from octavo.inference import packed_linear
-from octavo.inference.opening import load_packed
+from octavo.inference.opening import load_packed, quantize_head
 from octavo.models.decoder import logits_of
 from octavo.ops import quantize
 from octavo.ops.launching import ARCHITECTURES as GPUS
@@ -47,7 +47,7 @@ def test_a_head_in_eight_bits_has_the_logits_of_its_dequantized_weight(name):
     model = built(name).bfloat16() if name in ARCHITECTURES else lively(GQA if name == "ours" else GPT)
     model = model.float().eval()
     wide, ids = copy.deepcopy(model), tokens(17, 61)
-    packed_linear.quantize_head(model)
+    quantize_head(model)
     weight, kept = model.lm_head.packed_weight().dequantize(), dict(wide.named_parameters())
     assert all(torch.equal(p, kept[key]) for key, p in model.named_parameters())
     wide.lm_head = nn.Linear(*weight.shape[::-1], bias=False)
@@ -56,12 +56,12 @@ def test_a_head_in_eight_bits_has_the_logits_of_its_dequantized_weight(name):
     assert sqnr(required, found) > 25  # that of the input's cast
     assert not sqnr(required, found) > 60
     with pytest.raises(ValueError, match="must have a linear layer as its head, got PackedLinear"):
-        packed_linear.quantize_head(model)
+        quantize_head(model)
 
 
 def test_load_quantizes_the_head_on_request(made):
     model, wide = opened(made, head="rowwise"), opened(made)
-    packed_linear.quantize_head(wide)
+    quantize_head(wide)
     assert torch.equal(logits(model), logits(wide))
     assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 24)
 

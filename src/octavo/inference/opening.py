@@ -24,13 +24,13 @@ from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
-from octavo.inference.packed_linear import PackedLinear, fuse, quantize_head, swap_linears, use_formats_of
+from octavo.inference.packed_linear import PackedLinear, fuse, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
-from octavo.ops import index_of_largest
+from octavo.ops import index_of_largest, quantize
 from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
 from octavo.ops.launching import compile_only
 from octavo.ops.registration import FLOATS
@@ -66,6 +66,25 @@ def load_transformers(folder: str, device: str | torch.device, kv_cache: str, at
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
         accelerate_generate(model, meta_model.context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
     return model
+
+
+def quantize_head(model: Any) -> None:
+    """Let the head of a language model compute in the scheme `channel`, with half the bytes. Packed folders leave heads
+    in BF16, so its weight is rounded here; an embedding that it is tied to keeps its numbers.
+
+    A ValueError if the model has no head, one that is no linear layer, or one whose dtype its code reads.
+    """
+    head = model.lm_head if isinstance(model, Decoder) else model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ValueError(f"{type(model).__name__} must have a linear layer as its head, got {type(head).__name__}")
+    name = next(name for name, module in model.named_modules() if module is head)
+    if name in models.dtypes_read(model.__class__):
+        raise ValueError(f"{type(model).__name__} casts an input to the dtype of its head: leave head='rowwise' out")
+    swap_linears(model, {name: schemes.CHANNEL})
+    packed, q = model.get_submodule(name), quantize(head.weight.detach(), schemes.CHANNEL.weight)
+    packed.weight, packed.weight_scale = q.data, q.scale
+    packed.bias = None if head.bias is None else head.bias.detach()
+    use_formats_of(packed, head.weight.device)
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -372,7 +391,7 @@ class ExpertLoading:
 LOG = logging.getLogger(__name__)
 # Tokens of a prompt, and room of its cache. Triton compiles a kernel anew for sizes that 16 does not divide, and the
 # attention of a step depends on the room.
-PROMPTS = ((128, 2048), (127, 512), (127, 256))
+PROMPTS = ((128, 2048), *((127, room) for room in (1536, 1024, 768, 512, 384, 256)))
 VOCABULARY = 256  # embeddings and output heads are not packed, so they need no kernels of ours
 
 

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
 from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, WEIGHT, Scheme, input_cast, scheme_on
-from octavo.hf.meta_model import dtypes_read
 from octavo.inference.kv_cache import ModelKVCache
-from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import NO_PAIR, Norm, NormSpec, Stack, reads, run_fused, stack_adapters, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
@@ -194,25 +192,6 @@ def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
     """Replace each named linear layer by an empty `PackedLinear` of its scheme."""
     for name, scheme in packed.items():
         model.set_submodule(name, PackedLinear(model.get_submodule(name), scheme, name))
-
-
-def quantize_head(model: Any) -> None:
-    """Let the head of a language model compute in the scheme `channel`, with half the bytes. Packed folders leave heads
-    in BF16, so its weight is rounded here; an embedding that it is tied to keeps its numbers.
-
-    A ValueError if the model has no head, one that is no linear layer, or one whose dtype its code reads.
-    """
-    head = model.lm_head if isinstance(model, Decoder) else model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise ValueError(f"{type(model).__name__} must have a linear layer as its head, got {type(head).__name__}")
-    name = next(name for name, module in model.named_modules() if module is head)
-    if name in dtypes_read(model.__class__):
-        raise ValueError(f"{type(model).__name__} casts an input to the dtype of its head: leave head='rowwise' out")
-    swap_linears(model, {name: CHANNEL})
-    packed, q = model.get_submodule(name), quantize(head.weight.detach(), CHANNEL.weight)
-    packed.weight, packed.weight_scale = q.data, q.scale
-    packed.bias = None if head.bias is None else head.bias.detach()
-    use_formats_of(packed, head.weight.device)
 
 
 # ---- The gradient of a packed layer's input, for training around packed weights: LoRA adapters, for example.
