@@ -100,11 +100,10 @@ def generation(model: Any, **settings: Any) -> Generate:
     """`model.generate`, greedy. It looks for the end token in every step, and must not meet it in all texts."""
 
     def generate(ids: Tensor, tokens: int) -> Tensor:
-        mask = torch.ones_like(ids)
-        made = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, **settings)
-        if made.shape[1] < ids.shape[1] + tokens:
-            raise RuntimeError(f"all texts ended after {made.shape[1] - ids.shape[1]} of {tokens} tokens")
-        return made[:, ids.shape[1] :]
+        greedy = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens}
+        made = model.generate(ids, **greedy, **settings)[:, ids.shape[1] :]
+        assert made.shape[1] == tokens, f"all texts ended after {made.shape[1]} of {tokens} tokens"
+        return made
 
     return generate
 

@@ -21,8 +21,7 @@ from octavo.calibration.calibrator import Calibration, calibrate
 from octavo.calibration.site_statistics import BINS, Statistics
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import LockedError, WriteError, locked_folder
-from octavo.evaluation import PromptOptions
-from octavo.evaluation.prompts import read_prompts
+from octavo.evaluation.prompts import PromptOptions, read_prompts
 from octavo.hf import block_by_block
 from octavo.models import MixtureConfig, build
 from octavo.models.tokenizer import open_tokenizer

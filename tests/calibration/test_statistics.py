@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from octavo.calibration import calibrate
 from octavo.calibration.site_statistics import BINS, OUTLIER_MULTIPLE, PERCENTILES, Observer, Statistics
 from octavo.checkpoint.files import ArtifactError
-from octavo.evaluation import PromptOptions
-from octavo.evaluation.prompts import read_prompts
+from octavo.evaluation.prompts import PromptOptions, read_prompts
 from octavo.hf.block_by_block import BlockModel
 from octavo.hf.source import open_source
 from octavo.models.tokenizer import open_tokenizer

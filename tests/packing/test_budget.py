@@ -16,8 +16,8 @@ from torch import Tensor
 
 from octavo.calibration import calibrate
 from octavo.checkpoint.packed_folder import PackedTensors
-from octavo.evaluation import Budget, PromptOptions
-from octavo.evaluation.prompts import read_prompts
+from octavo.evaluation.metrics import Budget
+from octavo.evaluation.prompts import PromptOptions, read_prompts
 from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config

@@ -20,7 +20,7 @@ from verify_examples import change_tensors
 from octavo.calibration import Calibration, calibrate
 from octavo.calibration.calibrator import hash_model
 from octavo.checkpoint.files import ArtifactError
-from octavo.evaluation import PromptOptions
+from octavo.evaluation.prompts import PromptOptions
 from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.packing import pack

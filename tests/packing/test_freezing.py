@@ -20,8 +20,7 @@ from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.packed_folder import PackedTensors
-from octavo.evaluation import PromptOptions
-from octavo.evaluation.prompts import open_prompts
+from octavo.evaluation.prompts import PromptOptions, open_prompts
 from octavo.hf.meta_model import read_meta_model
 from octavo.inference.opening import load_packed
 from octavo.inference.transformers_cache import CACHE, QuantizedKVCache

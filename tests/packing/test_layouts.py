@@ -22,8 +22,8 @@ from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.layouts import LAYOUTS
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Layout, Scheme
-from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import Budget
+from octavo.evaluation.prompts import PromptOptions
 from octavo.inference.opening import load_packed
 from octavo.numerics import Cast, group
 from octavo.packing import convert_layout, pack, pack_within, unpack

@@ -31,7 +31,8 @@ import octavo
 from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.scheme import SCHEME_OF, SCHEMES
-from octavo.evaluation import Budget, PromptOptions
+from octavo.evaluation.metrics import Budget
+from octavo.evaluation.prompts import PromptOptions
 from octavo.hf.block_by_block import BlockModel
 from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
-from octavo.evaluation import PromptOptions
+from octavo.evaluation.prompts import PromptOptions
 from octavo.packing import pack, unpack
 from octavo.packing.packer import KeptUpdate
 from octavo.train.config import Config

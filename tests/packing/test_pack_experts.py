@@ -20,8 +20,8 @@ from verify_examples import change_config, change_settings, change_tensors
 import octavo
 from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.packed_folder import PackedTensors
-from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import Budget
+from octavo.evaluation.prompts import PromptOptions
 from octavo.hf.source import open_source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.models import Llama, LlamaConfig

@@ -19,7 +19,7 @@ from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder
 from octavo.checkpoint.scheme import SCHEMES
-from octavo.evaluation import PromptOptions
+from octavo.evaluation.prompts import PromptOptions
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
 from octavo.numerics import TENSOR, Cast, History, group

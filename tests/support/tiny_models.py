@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from octavo.calibration import calibrate
-from octavo.evaluation import PromptOptions
+from octavo.evaluation.prompts import PromptOptions
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import pack
 

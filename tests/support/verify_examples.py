@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import write_text
 
-from octavo.evaluation import PromptOptions
+from octavo.evaluation.prompts import PromptOptions
 from octavo.verification import verify
 
 

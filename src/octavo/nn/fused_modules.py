@@ -418,8 +418,7 @@ class DecoderLayer(nn.Module):
         norm = child(self, "post_attention_layernorm")
         if attention.shape[1] == 1:  # the last layer of a served prompt goes on with the last token alone
             hidden_states = hidden_states[:, -1:]
-        if projections.added:
-            hidden_states, attention = attention, None
+        hidden_states, attention = (attention, None) if projections.added else (hidden_states, attention)
         if isinstance(mlp, FusedMLP):
             return mlp.forward_residual(hidden_states, norm, attention)
         y, total = mlp(hidden_states, norm, attention)  # a wrapper, which must be called
