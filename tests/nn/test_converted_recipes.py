@@ -221,6 +221,11 @@ def trained(recipe: Path | None) -> tuple[Tensor, ...]:
     return found
 
 
+def check(recipe: Path) -> None:
+    for exact, actual in zip(trained(None), trained(recipe), strict=True):
+        assert metrics.sqnr(*metrics.energies(exact, actual)) > 12, recipe.read_text()
+
+
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
 def test_recipes_drawn_at_random_train(tmp_path: Path, part: int) -> None:
     draw, path, accepted = random.Random(part), tmp_path / "mine.json", 0
@@ -230,10 +235,20 @@ def test_recipes_drawn_at_random_train(tmp_path: Path, part: int) -> None:
             get_recipe(path)
         except ValueError:  # no GEMM takes these casts together
             continue
-        for exact, actual in zip(trained(None), trained(path), strict=True):
-            assert metrics.sqnr(*metrics.energies(exact, actual)) > 12, path.read_text()
+        check(path)
         accepted += 1
     assert accepted > 20
+
+
+@pytest.mark.parametrize(
+    ("granularity", "history"), [("tensor", None), ("tensor", {"margin": 1, "interval": 2}), ("block:32x32", None)]
+)
+def test_scales_of_one_byte_train_by_tensor_and_by_square(tmp_path, granularity, history):
+    cast = {"granularity": granularity, "scale": "e8m0", "history": history}
+    gemms = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({gemm: dict.fromkeys(operands, cast) for gemm, operands in gemms.items()}))
+    check(path)
 
 
 # ---- Modules of one class, converted with different recipes and compiled in one process

@@ -151,7 +151,6 @@ def wide(folder):
 def test_unpacked_is_data_times_scale_in_bf16(folders, tmp_path, name, monkeypatch):
     get, read = ShardReader.get, Counter()
     monkeypatch.setattr(ShardReader, "get", lambda reader, name: (read.update([name]), get(reader, name))[1])
-    monkeypatch.delattr("octavo.packing.repacking.read_meta_model")  # octavo.json says what must be there
     unpack(folders[name], tmp_path / "out")
     assert {count for name, count in read.items() if name.endswith(".weight")} == {1}
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
@@ -255,6 +254,12 @@ def test_one_nan_or_a_lost_tensor_is_not_repacked(folders, tmp_path, name, how):
     shutil.copyfile(folders["channel"] / "octavo.json", tmp_path / "bad" / "octavo.json")  # which lists what is lost
     with pytest.raises(ArtifactError, match=r"embed_tokens.weight is missing \(1 in all\)"):
         unpack(tmp_path / "bad", tmp_path / "out")
+    shutil.copytree(folders["channel"], tmp_path / "longer")
+    config = json.loads((tmp_path / "longer" / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    (tmp_path / "longer" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match=r"layers.1.input_layernorm.weight is missing \(12 in all\)"):
+        unpack(tmp_path / "longer", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

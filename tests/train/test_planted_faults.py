@@ -166,6 +166,11 @@ def test_a_loss_that_stops_falling_is_a_stall_with_its_causes(learning, recipe, 
     assert re.search(f"Causes, the likeliest first: {causes}", stall.message), stall.message
 
 
+@pytest.mark.parametrize(("recipe", "seed"), [("bf16", 0), ("rowwise", 1), ("delayed", 2)])
+def test_at_the_right_rate_nothing_is_said(learning, recipe, seed):
+    assert learning(recipe, 1e-3, seed) == []
+
+
 # ---- Faults of one expert of a mixture
 
 

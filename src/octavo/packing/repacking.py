@@ -143,11 +143,11 @@ def _open(folder: Path) -> PackedTensors:
 
 
 def _lost(packed: PackedTensors) -> list[str]:
-    """The tensors that the folder lacks: of those that Octavo wrote, or else of those that the model needs. None are
-    known where transformers does not build the model, or the folder has others, as under the names of older writers."""
+    """The tensors that the folder lacks: of those that Octavo wrote, or else of those that its config.json needs. None
+    are known where transformers does not build the model, or the folder has others, as by names of older writers."""
     specs, listed = packed.reader.specs.keys(), read_record(packed.folder).get("checksums")
-    if listed and packed.reader.written == specs:  # transformers need not be imported
-        return sorted(listed.keys() - specs)
+    if listed and packed.reader.written == specs and (lost := sorted(listed.keys() - specs)):
+        return lost
     try:
         meta_model = read_meta_model(packed.config, packed.folder)
     except (ArtifactError, ImportError):
