@@ -33,7 +33,7 @@ from octavo.ops.launching import Place
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Scheme:
     """One way to pack a layer."""
 
