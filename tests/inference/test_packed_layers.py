@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import octavo
 from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, find_gemm, scheme_on
 from octavo.inference import packed_linear
 from octavo.inference.opening import load_packed, quantize_head
+from octavo.inference.transformers_cache import CACHE, QuantizedKVCache
 from octavo.models.decoder import logits_of
 from octavo.ops import quantize
 from octavo.ops.launching import ARCHITECTURES as GPUS
@@ -383,17 +385,23 @@ def test_our_own_models_are_fused_too(packed, name):
         assert operations(lambda: model(tokens(9)))["octavo::norm_quantize"] == 4
 
 
-@pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"])
-def test_what_a_library_puts_in_a_layers_place_runs(made, path):
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj", "self_attn"])
+def test_what_a_library_puts_in_a_layers_place_runs(made, path, hooked):
     model = opened(made).float()
-    block = model.model.layers[1]
-    before, layer = logits(model), block.get_submodule(path)
-    block.set_submodule(path, Doubled(layer))
-    doubled = logits(model)
+    block, embedded = model.model.layers[1], model.get_input_embeddings()(tokens().t()).transpose(0, 1)
+    run = partial(logits, lambda _: model(inputs_embeds=embedded, **{CACHE: QuantizedKVCache.for_model(model, 21)}))
+    before, layer = run(), block.get_submodule(path)
+    if hooked:
+        layer.register_forward_hook(lambda module, args, y: Doubled(nn.Identity())(y))
+    else:
+        block.set_submodule(path, Doubled(layer))
+    doubled = run()
+    layer._forward_hooks.clear()
     block.set_submodule(path, layer)
-    layer.weight_scale.mul_(2)  # of the stack, where it has one
+    getattr(layer, "o_proj", layer).weight_scale.mul_(2)  # of the stack, where it has one
     assert distance(doubled, before) > 0.01
-    assert distance(logits(model), doubled) < 0.03
+    assert distance(run(), doubled) < 0.03
 
 
 def test_fusing_twice_is_fusing_once(made):

@@ -283,16 +283,6 @@ def test_gradients_and_another_cache_run_the_own_forward():
         assert torch.equal(model(ids).logits, model_of("llama").bfloat16()(ids).logits)
 
 
-def test_hooks_of_projections_are_called():
-    _, model = both("llama")
-    cache, called = filled(model), []
-    for name in ("q_proj", "o_proj"):
-        getattr(model.model.layers[0].self_attn, name).register_forward_hook(lambda *_: called.append(True))
-    with torch.no_grad():
-        step(model, cache)
-    assert len(called) == 2
-
-
 def test_names_parameters_and_pickles_stay():
     own, model = both("llama")
     attention = model.model.layers[0].self_attn

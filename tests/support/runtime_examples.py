@@ -22,14 +22,15 @@ def logits(model, ids: Tensor | None = None) -> Tensor:
 
 
 class Doubled(nn.Module):
-    """What a library puts in the place of a layer."""
+    """What a library puts in the place of a layer, whose layers it shows as its own."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self._modules |= inner._modules | {"inner": inner}
 
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.inner(x)
+    def forward(self, *args, **kwargs):
+        y = self.inner(*args, **kwargs)
+        return 2 * y if isinstance(y, Tensor) else (2 * y[0], *y[1:])
 
 
 def layer_by_layer(model: nn.Module) -> nn.Module:

@@ -2,9 +2,8 @@
 
     y[T,N] = x_q[T,K] @ weight[N,K]^T  * scales  + bias[N]
 
-x is quantized in each call, as the scheme says (`octavo.checkpoint.scheme`), or keeps its dtype where the GEMM is
-weight-only. So it is for one row by itself in the scheme `channel` (`is_row`). The weight is a constant: x has a
-gradient, the weight none.
+x is quantized in each call, as the scheme says (`octavo.checkpoint.scheme`), or keeps its dtype: where the GEMM is
+weight-only, and for most rows by themselves (`is_row`). x has a gradient, the weight none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +105,7 @@ class PackedLinear(PackedModule):
         def product(x: Tensor) -> Tensor:
             rows = x.reshape(-1, x.shape[-1])
             operand = rows if alone else self.operand(rows)
-            added = None if residual is None else residual.view(-1, self.out_features)
+            added = None if residual is None else residual.reshape(-1, self.out_features)
             return packed_product(operand, w_q, self.bias, dtype, added).view(*x.shape[:-1], self.out_features)
 
         if not gradient:
@@ -567,7 +566,7 @@ class ServedAttention(nn.Module):
         """The output projection of y [B, T, H * D]; of few tokens plus x, which the decoder layer is told."""
         outer: Any = child(self, "o_proj")
         few = y.shape[:-1] == x.shape[:-1] and y.shape[:-1].numel() <= MAX_SMALL_M
-        if isinstance(x, Tensor) or not few or type(outer) is not PackedLinear or watched(outer):
+        if isinstance(x, Tensor) or not (few and x.adds) or type(outer) is not PackedLinear or watched(outer):
             return outer(y)
         x.added = True
         return outer.forward(y, x.x)

@@ -144,8 +144,7 @@ def find(owner: nn.Module, name: tuple[str, ...]) -> Any:
 
 
 def child(module: nn.Module, name: str) -> Any:
-    """getattr(module, name) for a submodule, in a fourth of the time: Python first looks for another attribute, and
-    raises and catches an exception."""
+    """getattr(module, name) for a submodule, in a fourth of the time: Python would raise and catch an exception."""
     found = module._modules.get(name)
     return getattr(module, name) if found is None else found
 
@@ -414,6 +413,7 @@ class DecoderLayer(nn.Module):
         (q, k, v), hidden_states = fused
         # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
         projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
+        projections.adds = is_fusable(type(attend).__name__, "Attention")  # others may change the attention's result
         attention, _ = turning(attend, kwargs)(hidden_states=projections, **kwargs)
         norm = child(self, "post_attention_layernorm")
         if attention.shape[1] == 1:  # the last layer of a served prompt goes on with the last token alone

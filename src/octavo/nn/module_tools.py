@@ -313,10 +313,10 @@ class PrecomputedProjections:
 
     The attention calls its projections with this object, and each converted projection returns its own output. The
     object has the dtype and device of x, and is not a tensor. Its shape is [..., K], with all tokens for which there
-    are outputs, also where x has one rank's part of a sequence. The attention sets `added` if its result has x added.
+    are outputs, also where x has one rank's part of a sequence. `adds`: the attention may add x, and then sets `added`.
     """
 
-    added = False
+    adds = added = False
 
     def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
         batch = next((y.shape[:-1] for y in outputs), x.shape[:-1])
