@@ -200,6 +200,7 @@ class Llama(Decoder):
         return self.model.embed_tokens
 
     def run_block(self, block: nn.Module, *args: Any) -> Any:
+        """The stream after a block, as x and what is added to it; a mixture takes more from its blocks."""
         return block(*args)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, kept: Tensor | None = None) -> Tensor:

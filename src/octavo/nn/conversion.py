@@ -207,11 +207,12 @@ def recompute_hidden(model: nn.Module, recompute: bool = True) -> bool:
     """Let the MLPs and experts of a converted model that run fused save the outputs of gate and up, or compute them
     again in the backward pass. False if none runs fused."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "runs_fused")]
+    fused = [module for module in modules if module.runs_fused()]
     for module in modules:
         vars(module).pop("recompute", None)
-        if recompute and module.runs_fused():
-            module.recompute = True
-    return any(module.runs_fused() for module in modules)
+    for module in fused if recompute else ():
+        module.recompute = True
+    return bool(fused)
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
@@ -225,8 +226,12 @@ def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: For
 
 
 def _check_backends(recipe: Recipe, backends: Mapping[str, Backend]) -> None:
-    if reasons := dict.fromkeys(backend.reason for backend in backends.values() if backend.name == "none"):
-        missing = [f"{', '.join(name for name in backends if backends[name].reason == r)}: {r}" for r in reasons]
+    gemms: dict[str, list[str]] = {}  # by the reason that they are missing
+    for gemm, backend in backends.items():
+        if backend.name == "none":
+            gemms.setdefault(backend.reason, []).append(gemm)
+    if gemms:
+        missing = [f"{', '.join(names)}: {reason}" for reason, names in gemms.items()]
         raise ValueError(
             f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it "
             'can run, recipe="auto" takes the nearest of these, and emulate=True computes it slowly in float32'

@@ -87,6 +87,7 @@ def linear_cross_entropy(
     if device == "cpu" and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()) and wrong.any():
         raise IndexError(f"labels are from 0 to {vocabulary - 1}, or {ignore_index=}; got {labels[wrong][0]}")
     count = (~ignored).sum() if num_items is None else torch.as_tensor(num_items, device=x.device)
+    # A sum in place of `any`: of compiled code's `any`, an int8 number, Triton 3.6 warns.
     count = count.to(torch.promote_types(dtype, torch.float32)).view(()).masked_fill(wrong.sum() > 0, torch.nan)
     labels = (labels - first).masked_fill(ignored, IGNORED)
     # within Function.forward gradients are always disabled

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import Granularity, QTensor
+from octavo.ops.activation import activated
 from octavo.ops.dispatch import LOWEST_WEIGHT_ONLY, MAX_MEAN_ROWS, find_weight_only_backend
 from octavo.ops.gemm import wide_operand
 from octavo.ops.grouped_gemm import rows_of_groups
@@ -32,16 +33,11 @@ def weight_only_reference(
         y = wide @ wide_operand(w, scale, granularity).t()  # [M,K] @ [N,K]^T
     y = y * scale.float().t() if granularity.outer else y
     y = y if bias is None else y + bias
-    return F.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :] if around.gated else y
+    return activated(y, "swiglu") if around.gated else y
 
 
 def weight_only_mm(
-    x: Tensor,
-    w: QTensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    around: Around = ALONE,
+    x: Tensor, w: QTensor, *, bias: Tensor | None = None, residual: Tensor | None = None, around: Around = ALONE
 ) -> Tensor:
     """y = x @ (w.data * w.scale)^T + bias, then + residual: the weight has eight bits, the input is not quantized.
 
@@ -101,13 +97,7 @@ def _check(x: Tensor, w: Tensor, scale: Tensor, by: Granularity, *rest: Any) -> 
     inlines=lambda x, *rest: has_kernels(x.device, LOWEST_WEIGHT_ONLY),
 )
 def _weight_only_mm(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor,
-    by: Granularity,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    around: Around,
+    x: Tensor, w: Tensor, scale: Tensor, by: Granularity, bias: Tensor | None, residual: Tensor | None, around: Around
 ) -> Tensor:
     backend = find_weight_only_backend(x.device, x.dtype, by, x.shape[0]).name
     if backend == "emulated" or (backend == "dequantized" and around != ALONE):
