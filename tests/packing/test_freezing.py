@@ -1,7 +1,6 @@
 """Stored scales, of inputs from a warm-up and of a KV cache, against calibrations and other readers."""
 
 import json
-import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -13,11 +12,9 @@ from safetensors.torch import load_file
 from tiny_models import IDS, make_model, open_theirs, outputs, same_bytes, write_text
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from verify_examples import change_config, change_tensors
 
 import octavo
 from octavo.calibration import calibrate
-from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.evaluation.prompts import PromptOptions, open_prompts
@@ -205,23 +202,3 @@ def test_transformers_rounds_by_scales_in_bf16_where_the_model_is_in_bf16(made, 
         assert distance(found, outputs(plain)) < 1e-6
     with rounded_cache(plain, scales, torch.float32):
         assert 0.01 < distance(found, outputs(plain)) < 0.3
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(f"{ATTENTION}.v_scale"), "tensor .*self_attn.v_scale is missing .*pack it again"),
-        (lambda t: t[f"{ATTENTION}.k_scale"].fill_(0), "self_attn.k_scale must be positive, its least is 0"),
-        (lambda t: t.update({"model.norm.k_scale": torch.ones(1)}), "model.norm.k_scale has no place in the model"),
-        (None, "k_scale has no place in the model"),
-    ],
-)
-def test_a_damaged_cache(made, tmp_path, change, message):
-    folder = shutil.copytree(made("llama", scheme="channel", kv_cache="fp8"), tmp_path / "bad")
-    if change is None:
-        change_config(folder, kv_cache_scheme=None)
-    else:
-        change_tensors(folder, change)
-    for opened in (PackedTensors, load_packed):
-        with pytest.raises(ArtifactError, match=message):
-            opened(folder)

@@ -62,26 +62,53 @@ def test_one_scale_of_a_cache_for_keys_and_values(made, tmp_path):
     assert cache_scales(read_files(folder)) == {}
 
 
+def config(**settings):
+    return lambda folder: change_config(folder, **settings)
+
+
+def tensors(change):
+    return lambda folder: change_tensors(folder, change)
+
+
+def replaced(name, tensor):
+    return tensors(lambda found: found.update({name: tensor}))
+
+
+W, NAME = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"
+K = "model.layers.1.self_attn.k_scale"
 FP8 = {"quant_method": "fp8", "weight_block_size": []}
+CHANNEL, BLOCK = {"scheme": "channel"}, {"scheme": "block", "layout": "modelopt"}
+CACHED, STATIC = CHANNEL | {"kv_cache": "fp8"}, {"scheme": "static", "layout": "modelopt", "kv_cache": "fp8"}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("how", "damage", "message"),
     [
-        ({"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', octavo runs FP8, FP8_PER_CHANNEL_PER_TOKEN"),
-        ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "num_bits is 4, required 8"),
-        ({"ignore": ["re:("]}, r"re:\( is not a regular expression, as an entry of quantization_config must be"),
-        ({"ignore": ["lm_head", "re:.*up_proj"]}, "up_proj.(input_scale has no place|weight is in eight bits)"),
-        ({"quant_method": "fp8"}, "is AutoFP8, and octavo reads the layouts compressed-tensors, fp8, mod"),
-        (FP8 | {"activation_scheme": "token"}, "activation_scheme is 'token', required 'dynamic'"),
-        (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\], required \[128, 128\]"),
+        (STATIC, config(quant_algo="NVFP4"), "quant_algo is 'NVFP4', octavo runs FP8, FP8_PER_CHANNEL_PER_TOKEN"),
+        (STATIC, config(kv_cache_scheme={"num_bits": 4, "type": "float"}), "num_bits is 4, required 8"),
+        (STATIC, config(ignore=["re:("]), r"re:\( is not a regular expression, as an entry of quanti"),
+        (STATIC, config(ignore=["lm_head", "re:.*up_proj"]), "up_proj.(input_scale has no place|weight is in eight)"),
+        (STATIC, config(quant_method="fp8"), "is AutoFP8, and octavo reads the layouts compressed-tensors, fp8, mod"),
+        (STATIC, config(**FP8, activation_scheme="token"), "activation_scheme is 'token', required 'dynamic'"),
+        (STATIC, config(**FP8 | {"weight_block_size": [64, 64]}), r"size is \[64, 64\], required \[128, 128\]"),
+        (CACHED, config(kv_cache_scheme=None), "k_scale has no place in the model"),
+        (CACHED, tensors(lambda t: t.pop(K.replace("k_s", "v_s"))), "tensor .*v_scale is missing .*pack it again"),
+        (CACHED, tensors(lambda t: t[K].fill_(0)), "self_attn.k_scale must be positive, its least is 0"),
+        (CACHED, replaced("model.norm.k_scale", torch.ones(1)), "model.norm.k_scale has no place in the model"),
+        (CHANNEL, replaced("k.weight_scale", torch.ones(4, 1)), "k.weight(_scale has no| must be .*it is missing)"),
+        (CHANNEL, tensors(lambda t: t.pop(NAME)), "up_proj.weight_scale must be .*, it is missing"),
+        (CHANNEL, replaced(NAME, torch.ones(128)), r"weight_scale must be .*\[256, 1\], it is .*\[128, 1\]"),
+        (CHANNEL, replaced(NAME, torch.ones(256, 1).double()), "up_proj.* must be .*float32.*it is .*float64"),
+        (CHANNEL, replaced(W, torch.ones(256, 128).bfloat16()), "up_proj.* must be .*float8_e4m3fn.*it is .*bfloat16"),
+        (CHANNEL, replaced(W, torch.ones(128, 256).to(torch.float8_e4m3fn)), "up_proj.*must be"),
+        (BLOCK, replaced(NAME, torch.ones(1, 2, 1, 1)), "up_proj"),
     ],
 )
-def test_another_packing_is_refused(made, tmp_path, change, message):
-    folder = shutil.copytree(made("llama", scheme="static", layout="modelopt", kv_cache="fp8"), tmp_path / "bad")
-    change_config(folder, **change)
-    for opened in (load_packed, PackedTensors):
-        with pytest.raises(ArtifactError, match=message):
+def test_a_folder_that_cannot_be_read(made, tmp_path, how, damage, message):
+    folder = shutil.copytree(made("llama", **how), tmp_path / "bad")
+    damage(folder)
+    for opened, said in ((PackedTensors, message), (load_packed, f"{message}|the folder is damaged or of another")):
+        with pytest.raises(ArtifactError, match=said):
             opened(folder)
 
 
@@ -214,28 +241,7 @@ def test_what_cannot_be_converted(folders, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-W, NAME = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"
 STRAY = "model.layers.0.mlp.up_proj.pre_quant_scale"  # of ModelOpt, by which inputs are multiplied
-
-
-@pytest.mark.parametrize(
-    ("how", "name", "scale", "message"),
-    [
-        ({}, "k.weight_scale", torch.ones(4, 1), "k.weight must be torch.float8_e4m3fn .*it is missing"),
-        ({}, NAME, None, "up_proj.weight_scale must be .*, it is missing"),
-        ({}, NAME, torch.ones(128), r"weight_scale must be .*\[256, 1\], it is .*\[128, 1\]"),
-        ({}, NAME, torch.ones(256, 1).double(), "up_proj.* must be .*float32.*it is .*float64"),
-        ({}, W, torch.ones(256, 128).bfloat16(), "up_proj.* must be .*float8_e4m3fn.*it is .*bfloat16"),
-        ({}, W, torch.ones(128, 256).to(torch.float8_e4m3fn), "up_proj.*must be"),
-        ({"scheme": "block", "layout": "modelopt"}, NAME, torch.ones(1, 2, 1, 1), "up_proj"),
-    ],
-)
-def test_damaged_folders(folders, tmp_path, how, name, scale, message):
-    bad = pack(folders["bf16"], tmp_path / "bad", **how).folder
-    change_tensors(bad, lambda t: t.pop(name) if scale is None else t.update({name: scale}))
-    for opened, said in ((PackedTensors, message), (load_packed, re.escape(name))):
-        with pytest.raises(ArtifactError, match=said):
-            opened(bad)
 
 
 @pytest.mark.parametrize("how", [{}, {"scheme": "tensor"}, {"layout": "modelopt"}])
