@@ -104,6 +104,7 @@ def test_the_planted_layer_stays_and_no_other(tmp_path, model, data):
     (limit,) = record["limits"]
     assert (limit["measure"], limit["limit"]) == ("kl", 0.01)
     assert limit["measured"] == kept.quality.kl.value <= 0.01 < limit["with_all_packed"]
+    assert f"on 32 prompts: kl {limit['measured']:.3g}." in (out / "README.md").read_text()
     assert record["kept_in_bf16"] == [[SENSITIVE]]
     assert len(record["groups"]) == 3 * 4
     chosen = read_prompts(data, open_tokenizer(model), MANY)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from packed_examples import small_shards
 from safetensors.torch import load_file
-from tiny_models import make_model, outputs, same_bits, same_bytes, write_text
+from tiny_models import make_model, outputs, same_bits, same_bytes
 from transformers import AutoModelForCausalLM
 from verify_examples import change_config, change_tensors
 
@@ -22,11 +22,9 @@ from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.layouts import LAYOUTS
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Layout, Scheme
-from octavo.evaluation.metrics import Budget
-from octavo.evaluation.prompts import PromptOptions
 from octavo.inference.opening import load_packed
 from octavo.numerics import Cast, group
-from octavo.packing import convert_layout, pack, pack_within, unpack
+from octavo.packing import convert_layout, pack, unpack
 from octavo.verification import layer_spec, verify
 from octavo.verification.layer_spec import cache_scales
 from octavo.verification.stored_files import read_files
@@ -340,10 +338,3 @@ def test_the_card_of_the_model_follows_with_its_front_matter(made, tmp_path):
         assert card.endswith("# Llama\n\nIts own words.\n")
         assert card.count("Packed in eight bits by Octavo") == 1
         assert f"14 by `block`, in the layout {layout}" in card
-
-
-def test_a_measured_quality_stands_in_it(made, tmp_path):
-    text, out = str(write_text(tmp_path / "text.txt")), tmp_path / "packed"
-    pack_within(made("llama"), out, [Budget("kl", 0.5)], [text], prompts=PromptOptions(2, 16))
-    measured = json.loads((out / "octavo.json").read_text())["budget"]["limits"][0]["measured"]
-    assert f"on 2 prompts: kl {measured:.3g}." in (out / "README.md").read_text()

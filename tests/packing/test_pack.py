@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import warnings
-import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from metrics import distance
 from other_writers import know_caches
-from packed_examples import load_float32, small_shards, write_run
+from packed_examples import load_float32, most_alive, small_shards, write_run
 from safetensors.torch import load_file, save_file
 from tiny_models import IDS, IMAGE_MODELS, make_model, open_theirs, outputs, same_bits, with_slow, write_text
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -148,10 +147,7 @@ def test_they_are_packed_and_read_as_they_are(source, tmp_path):
     assert found.readers[0].distance < 0.01
     change_tensors(packed, lambda tensors: tensors.update({NAME: BIAS.bfloat16()}))
     assert torch.equal(octavo.load(packed).get_buffer(NAME), BIAS.bfloat16().float())
-
-
-def test_a_calibration_runs_with_them(source):
-    parts = BlockModel(open_source(source), "cpu")
+    parts = BlockModel(open_source(source), "cpu")  # as a calibration runs it
     parts.load_block(1)
     assert torch.equal(parts.loaded[NAME], BIAS)
     assert parts.run_part(0, IDS, None).shape == (*IDS.shape, 128)
@@ -175,19 +171,10 @@ def test_a_sharded_source_is_read_tensor_by_tensor(made, tmp_path, monkeypatch):
     source = tmp_path / "source"
     AutoModelForCausalLM.from_pretrained(made("llama"), dtype="auto").save_pretrained(source, max_shard_size="200KB")
     assert len(list(source.glob("*.safetensors"))) > 2
-    alive = []
-    get = ShardReader.get
-
-    def counted(self, name):
-        alive[:] = [t for t in alive if t() is not None]
-        assert len(alive) <= 1  # the one before is still a local
-        tensor = get(self, name)
-        alive.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(ShardReader, "get", counted)
+    most = most_alive(monkeypatch, [ShardReader])
     with small_shards(100_000):
         pack(source, tmp_path / "out")
+    assert most == [1]  # the one before is still a local
     monkeypatch.undo()
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     one, many = ShardReader(made("llama", scheme="channel")), ShardReader(tmp_path / "out")

@@ -16,7 +16,7 @@ from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.numerics import QTensor
 from octavo.ops import quantize
-from octavo.packing import PackOptions, pack
+from octavo.packing import pack
 from octavo.packing.options import check_degrees
 
 
@@ -64,14 +64,6 @@ def test_what_cannot_be_asked_for(made, tmp_path, how, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_keywords_replace_fields_of_the_options(made, tmp_path):
-    options = PackOptions(scheme="block", layout="fp8")
-    report = pack(made("llama"), tmp_path / "out", options, scheme="channel", layout="modelopt")
-    assert set(report.packed.values()) == {"channel"}
-    with pytest.raises(TypeError, match="unexpected keyword argument 'schme'"):
-        pack(made("llama"), tmp_path / "other", schme="block")
-
-
 @pytest.mark.parametrize(
     ("kind", "said", "options", "others", "fitting"),
     [("llama", r"k_proj: \[64, 128\]", 3, 3, 8), ("deepseekv3", r"q_a_proj: \[32, 128\]", 10, 22, 5)],
@@ -92,11 +84,14 @@ def test_sizes_that_a_scheme_cannot_have(tmp_path, kind, said, options, others, 
 
 
 def test_sources_that_cannot_be_packed(made, tmp_path):
-    models = {"other": "llama", "old": "llama", "adapted": "llama", "large": "llama", "untied": "qwen2"}
+    models = dict.fromkeys(["other", "old", "adapted", "large"], "llama") | {"untied": "qwen2"}
+    models |= {"without expert": "mixtral", "greedy": "mixtral"}
     for name, model in models.items():
         shutil.copytree(made(model), tmp_path / name)
     (tmp_path / "adapted" / "adapter_config.json").write_text("{}")
-    embedding = "model.embed_tokens.weight"
+    embedding, expert = "model.embed_tokens.weight", "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    change_tensors(tmp_path / "without expert", lambda t: t.pop(expert))
+    change_settings(tmp_path / "greedy" / "config.json", num_experts_per_tok=5)
     change_tensors(tmp_path / "untied", lambda t: t.update({"lm_head.weight": 2 * t[embedding]}))
     change_tensors(tmp_path / "large", lambda t: t.update({"model.norm.weight": torch.full((128,), 3.4e38)}))
     change_tensors(tmp_path / "old", lambda t: t.update({"embed_out.weight": t.pop("lm_head.weight")}))
@@ -106,6 +101,8 @@ def test_sources_that_cannot_be_packed(made, tmp_path):
         ("adapted", r"adapters beside its model \(adapter_config.json\).*merge them"),
         ("large", "model.norm.weight has numbers beyond the range of torch.bfloat16, in which .*: make them smaller"),
         ("untied", "holds model.embed_tokens.weight and lm_head.weight, which differ.*set tie_word_embeddings"),
+        ("without expert", f"{expert} is missing"),
+        ("greedy", r"config\.json: num_experts_per_tok must be at most .*, got 5 of 4"),
         ("old", r"lacks lm_head.weight \(1 in all\), and has embed_out.weight.*with the new names"),
     ):
         with pytest.raises(ArtifactError, match=message):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.weak import WeakIdRef
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from octavo.inference.opening import load_packed
@@ -88,3 +89,20 @@ def small_shards(size: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("octavo.checkpoint.files.SHARD_BYTES", size)
         yield
+
+
+def most_alive(monkeypatch: pytest.MonkeyPatch, readers: list[type], ends: str = "") -> list[int]:
+    """A list of one number: how many tensors whose names end so are alive when `get` of `readers` is called."""
+    alive, most = [], [0]
+    for cls in readers:
+
+        def counted(self, name, get=cls.get):
+            alive[:] = [t for t in alive if t() is not None]
+            tensor = get(self, name)
+            if name.endswith(ends):
+                most[0] = max(most[0], len(alive))
+                alive.append(WeakIdRef(tensor))
+            return tensor
+
+        monkeypatch.setattr(cls, "get", counted)
+    return most

@@ -175,18 +175,12 @@ def test_checkpoint_of_another_run(saved, begin, tmp_path, other, essentials):
 # --- What is loaded
 
 
-@pytest.mark.parametrize("former", [False, True])
-def test_loading_restores_everything(saved, begin, tmp_path, former):
-    """Former versions wrote checkpoints with the library safetensors."""
+def test_loading_restores_everything(saved, begin, tmp_path):
     trainer, folder = saved
     assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", *FILES]
     model = load_file(folder / "model.safetensors")  # the unconverted one
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
     assert not any("histor" in name or "lm_head" in name for name in model)  # the head is the embedding's
-    for path in folder.glob("*.safetensors") if former else ():
-        tensors = load_file(path)
-        path.unlink()
-        save_file(tensors, path)
     before = snapshot(trainer)
     other = begin(recipe="delayed", out=str(tmp_path / "other"))
     torch.manual_seed(99)

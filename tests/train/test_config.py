@@ -54,6 +54,7 @@ def test_file_overrides_defaults_and_command_line_overrides_file(tmp_path):
         ("--data=a --layers 3 --data b c", {"data": ("a", "b", "c")}),
         ("--learning_rate 3e-4 --min-learning-rate .0001", {"learning_rate": 3e-4, "min_learning_rate": 1e-4}),
         ("--weight-decay 0", {"weight_decay": 0.0}),
+        ("--model gpt2 --width 9 --heads 3", {"width": 9, "heads": 3}),  # no RoPE: an odd head dimension is fine
         ("--tensorboard --no-tied --deterministic=false", {"tensorboard": True, "tied": False, "deterministic": False}),
     ],
 )
@@ -86,6 +87,7 @@ def test_words_of_the_command_line(words, expected):
         (["--warmup", "500"], ["warmup 500 requires more steps; got steps 500"]),
         (["--schedule", "wsd", "--warmup", "450"], ["warmup 450", "decay 0.2", "500 steps", "(100)"]),
         (["--width", "100000000001"], ["heads 4", "width 100000000001"]),
+        (["--model", "gpt2", "--width", "9"], ["heads 4", "width 9", "1, 3, 9"]),
         (["--heads", "5"], ["heads 5", "width 256", "2, 4, 8"]),
         (["--kv-heads", "3"], ["kv_heads 3", "heads 4", "1, 2, 4"]),
         (["--width", "6", "--heads", "2"], ["6 / 2 = 3", "even", "RoPE", "1, 3"]),
@@ -191,12 +193,6 @@ def test_a_table_reads_the_same_from_a_file_the_command_line_and_json(tmp_path):
     assert changed == expected
 
 
-def test_shapes_are_those_of_the_model():
-    gpt2 = Config(model="gpt2", width=9, heads=3, kv_heads=2)  # no RoPE, no kv_heads: an odd head dimension is fine
-    assert gpt2.width // gpt2.heads == 3
-    fails("heads 4", "width 9", "1, 3, 9", overrides=["--model", "gpt2", "--width", "9"])
-
-
 def test_a_model_folder_brings_its_own_shapes(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -228,12 +224,6 @@ def test_the_defaults_do_not_contradict_each_other_and_are_what_they_were():
     found = [config.learning_rate, config.min_learning_rate, config.warmup, config.context, config.kv_heads]
     assert found == [1e-3, 1e-4, 20, 512, 2]
     assert (load("--steps", "200").warmup, config.decay_steps) == (20, 500)  # the demo's
-
-
-def test_what_is_given_is_not_derived():
-    config = load("--learning-rate", "0.5", "--min-learning-rate", "0.4", "--warmup", "7", "--decay-steps", "50")
-    assert (config.min_learning_rate, config.warmup, config.decay_steps) == (0.4, 7, 50)
-    assert config.derived == {"kv_heads", "context"}
 
 
 def test_a_change_derives_what_follows_from_it_and_nothing_else():

@@ -11,8 +11,7 @@ from octavo.nn.linear import Linear
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.nn.selection import promote
 from octavo.train import host_masters
-from octavo.train.config import Config, ConfigError
-from octavo.train.processes import Degrees, check_parallel, collect_between_steps
+from octavo.train.processes import collect_between_steps
 from octavo.watching.storage import read_watch
 
 HOST = {"optimizer": {"masters": "host"}}
@@ -23,6 +22,7 @@ RUNS = [
     {"recipe": "delayed", "clip": 0.0, "accumulate": 2, "loss": {"logits": "chunked"}, "sample": 4},
     {"recipe": "rowwise", "precision": "fp32", "model": "gpt2", "dropout": 0.1},
     pytest.param({"recipe": "rowwise", "model": "mixture", "experts": {"count": 2}}, marks=pytest.mark.slow),
+    pytest.param({"compile": {"blocks": True, "backend": "aot_eager"}, "log_every": 4}, marks=pytest.mark.slow),
     pytest.param({"recipe": "mxfp8", "activation_checkpointing": {"mode": "full"}}, marks=pytest.mark.slow),
 ]
 
@@ -48,14 +48,6 @@ def test_a_run_has_the_bits_of_one_without_it_and_goes_on_with_or_without(begin,
     found = host[np.isin(host["step"], expected["step"])]  # a run that goes on has a sample at its start too
     for name in expected.dtype.names:
         np.testing.assert_array_equal(found[name], expected[name], name)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_wait_for_their_weights_outside_of_the_compiled_code(begin, records, tmp_path):
-    chosen = {"compile": {"blocks": True, "backend": "aot_eager"}, "recipe": "rowwise", "log_every": 4}
-    begin(out=str(tmp_path / "plain"), **chosen).run()
-    begin(out=str(tmp_path / "host"), **chosen, **HOST).run()
-    assert records(tmp_path / "host") == records(tmp_path / "plain")
 
 
 def test_the_device_holds_a_byte_of_each_weight_that_fp8_reads(begin, tmp_path):
@@ -100,12 +92,6 @@ def test_an_error_of_a_thread_ends_the_step(begin, monkeypatch):
             trainer.step()
     with pytest.raises(ZeroDivisionError):
         trainer.state.hosted.wait()
-
-
-def test_it_is_for_one_process():
-    config = Config().change(**{"optimizer.masters": "host", "batch": 2})
-    with pytest.raises(ConfigError, match="optimizer.masters host requires one process; got 2: give"):
-        check_parallel(config, Degrees(1, 2, 1), torch.device("cpu"))
 
 
 def test_outside_of_a_pass_the_masters_compute_and_are_not_cast(begin):

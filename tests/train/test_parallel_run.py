@@ -23,7 +23,6 @@ from patience import HANG
 from ranks import run_ranks
 from rich.console import Console
 from saved_checkpoints import whole
-from tiny_models import make_model
 from tiny_runs import TINY, after_steps, tiny
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.folder import RunFolder
 from octavo.train import processes
-from octavo.train.config import Config, ConfigError, Parallel
+from octavo.train.config import Config, ConfigError, OptimizerSettings, Parallel
 from octavo.train.model import parallelize
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import Degrees, agree_on_name, check_parallel, find_degrees, gather, mean_of_ranks
@@ -69,9 +68,23 @@ def same(actual, expected):
     np.testing.assert_allclose(actual[3], expected[3], rtol=1e-6)
 
 
-def test_two_ranks_train_as_one(tmp_path, text):
-    one = train(0, tmp_path / "one", str(text), {"accumulate": 2})
-    for rank in run_ranks(2, train, tmp_path / "two", str(text), TWO):
+RECOMPUTED = {"activation_checkpointing": {"mode": "selective"}, "layers": 1, "recipe": "delayed"}
+COMPILED = {"compile": {"blocks": True, "backend": "aot_eager"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_two"),
+    [
+        ({}, {}),
+        ({"model": "qwen2", "tokenizer": "bytes"}, {}),
+        pytest.param(RECOMPUTED, COMPILED, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "hugging face", "compiled blocks that recompute"],
+)
+def test_two_ranks_train_as_one(tmp_path, text, made, settings, of_two):
+    settings = settings | {name: str(made(model)) for name, model in settings.items() if name == "model"}
+    one = train(0, tmp_path / "one", str(text), settings | {"accumulate": 2})
+    for rank in run_ranks(2, train, tmp_path / "two", str(text), settings | of_two | TWO):
         same(rank, one)
 
 
@@ -94,14 +107,6 @@ def test_other_weights_are_gathered_in_bf16_on_request(tmp_path, text):
     assert exchanges == 2  # of BF16 gradients: those of two blocks, which are one unit, and of the model
     assert found != losses
     np.testing.assert_allclose(found, losses, rtol=1e-2)
-
-
-@pytest.mark.slow
-def test_two_ranks_run_compiled_blocks_that_recompute(tmp_path, text):
-    settings = {"activation_checkpointing": {"mode": "selective"}, "layers": 1, "recipe": "delayed"}
-    compiled = settings | {"compile": {"blocks": True, "backend": "aot_eager"}}
-    one = train(0, tmp_path / "one", str(text), settings | {"accumulate": 2})
-    same(run_ranks(2, train, tmp_path / "two", str(text), compiled | TWO)[0], one)
 
 
 def refusals(rank, folder, text):
@@ -151,13 +156,6 @@ def test_ranks_that_share_layers_and_replicas_train_as_one_within_rounding(tmp_p
     np.testing.assert_allclose(four[0][3], evaluation, rtol=1e-3)
 
 
-def test_two_ranks_fine_tune_a_hugging_face_model_as_one(tmp_path, text):
-    make_model(tmp_path / "model", "llama", tie_word_embeddings=True, num_hidden_layers=1)
-    settings = {"model": str(tmp_path / "model"), "tokenizer": "bytes"}
-    one = train(0, tmp_path / "one", str(text), settings | {"accumulate": 2})
-    same(run_ranks(2, train, tmp_path / "two", str(text), settings | TWO)[0], one)
-
-
 def test_a_model_that_cannot_be_cut():
     mesh: Any = mock.create_autospec(DeviceMesh, instance=True, ndim=1)
     mesh.size.return_value = 2
@@ -184,6 +182,7 @@ def test_minus_one_is_what_is_left():
         (4, {"tp": 4}, {"heads": 8, "kv_heads": 4, "mlp_width": 70}, "mlp_width 70"),
         (3, {}, {}, "batch 4 requires a multiple of 3.*dp_shard 3: give --batch 6"),
         (2, {}, {"precision": "fp16"}, "fp16 requires one process"),
+        (2, {}, {"optimizer": OptimizerSettings(masters="host")}, "optimizer.masters host requires one process; got 2"),
         (2, {}, {"model": "./folder", "lora": 4}, "lora 4 requires one process.*got 2"),
     ],
 )

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from tiny_models import TEXT, open_theirs, outputs, with_slow
 from verify_examples import change_tensors, run_verify
 
-from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation.metrics import EmbeddingSums, Estimate, LogitQuality
 from octavo.packing import pack
 from octavo.rates.measured import measured_speeds
@@ -42,31 +41,10 @@ def compressed(weights, inputs, **more):
     } | more  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("weights", "inputs", "spec", "shape"),
-    [
-        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, LayerSpec(inputs="tensor"), (1,)),
-        ({"strategy": "group", "group_size": 64}, None, LayerSpec(1, 64, "none"), (256, 6)),
-        ({"strategy": "block", "block_structure": [128, 128]}, None, LayerSpec(128, 128, "none"), (2, 3)),
-    ],
-)  # fmt: skip
-def test_compressed_tensors(weights, inputs, spec, shape):
-    assert one(compressed(weights, inputs)) == spec
-    assert one(compressed(weights, inputs), "lm_head") is None
-    assert spec.scale_shapes(256, 384)[0] == shape
-
-
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
-def test_a_scheme_is_called_by_its_name(scheme):
-    group = scheme.group([])
-    settings = compressed(group["weights"], None, format=scheme.format)
-    settings["config_groups"]["group_0"]["input_activations"] = group["input_activations"]
-    assert str(one(settings)) == scheme.name
-
-
 def test_a_quantization_without_a_name_is_described():
-    assert str(LayerSpec(1, 64, "none")) == "1x64, input none"
-    assert str(LayerSpec(inputs="tensor")) == "tensor, input tensor"
+    assert str(one(compressed({"strategy": "group", "group_size": 64}, None))) == "1x64, input none"
+    dynamic = {"strategy": "tensor", "dynamic": True}
+    assert str(one(compressed({"strategy": "tensor"}, dynamic))) == "tensor, input tensor"
     pow2 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
     assert str(one(pow2 | {"weight_block_size": [128, 128]})) == "block, pow2 inputs"
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from other_writers import know_caches
-from packed_examples import small_shards
+from packed_examples import most_alive, small_shards
 from safetensors.torch import load_file, save_file
 from tiny_models import IDS, IMAGE_MODELS, MODELS, QUICK, make_model, with_slow
 from torch import nn
@@ -103,6 +103,8 @@ def test_every_reader_computes_what_the_bytes_say(made, monkeypatch, name, optio
 
 def check_quality(name, options, report):
     """The quality that packing left, of the model and of each layer that ran: all but the head of an encoder."""
+    if options.keys() == {"scheme"}:
+        assert {layer.spec for layer in report.layers} == {options["scheme"]}
     names = [layer.name for layer in report.layers]  # state-space layers read that of dt_proj without a call
     assert not any(layer.endswith((".dt_proj", ".weights_proj")) for layer in names)
     if name in UNFUSED:
@@ -261,22 +263,9 @@ def test_stored_scales_without_a_calibration_and_of_another(made, tmp_path, no_r
 
 def test_weights_are_widened_one_at_a_time(made, tmp_path, monkeypatch, no_readers):
     """While prompts run, a layer's weights are freed before the next layer's are read."""
-    alive = []
-    most = 0
-    for cls in (CheckpointFiles, ShardReader):
-
-        def counted(self, name, get=cls.get):
-            nonlocal most
-            alive[:] = [t for t in alive if t() is not None]
-            tensor = get(self, name)
-            if name.endswith("proj.weight"):
-                most = max(most, len(alive))
-                alive.append(torch.utils.weak.WeakIdRef(tensor))
-            return tensor
-
-        monkeypatch.setattr(cls, "get", counted)
+    most = most_alive(monkeypatch, [CheckpointFiles, ShardReader], "proj.weight")
     run_verify(made("llama", scheme="channel"), made("llama"))
-    assert most == 1  # MODEL's weight, while the packed weight of the same layer is read
+    assert most == [1]  # MODEL's weight, while the packed weight of the same layer is read
 
 
 # ---- Right folders of every family, scheme and layout: `verify` has no finding, and no remark that something is off

@@ -325,7 +325,10 @@ def test_fused_modules_record_what_their_layers_record_one_by_one(name, adapters
     assert fused["scale"][x_and_w] == pytest.approx(apart["scale"][x_and_w], rel=1e-4)
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("llama", "rowwise"), ("gpt2", "rowwise"), ("llama", "delayed")])
+TRAINED = [("llama", "rowwise"), ("gpt2", "rowwise"), ("llama", "delayed"), ("mixture", "rowwise")]
+
+
+@pytest.mark.parametrize(("name", "recipe"), TRAINED)
 def test_the_numbers_of_training_do_not_change(name, recipe):
     def losses(watched):
         model = tiny_model(name, recipe, layers=2)
