@@ -85,7 +85,6 @@ WEIGHTS = (*GROUP, "weights")
         ((*WEIGHTS, "num_bits"), 4, "nearest is channel, but .*weights.num_bits is 4, required 8"),
         ((*WEIGHTS, "strategy"), "attn_head", "weights.strategy is 'attn_head', required"),
         ((*GROUP, "input_activations", "dynamic"), False, "input_activations.dynamic is False"),
-        ((*GROUP, "targets"), ["re:.*q_proj"], "no group of config_groups has a.o_proj"),
         (("config_groups",), {}, "config_groups must hold groups"),
         (("config_groups", "group_1"), {"targets": ["Linear"]}, "group_1.weights is None"),
         (("transform_config",), {"rotate": 1}, "transform_config is"),

@@ -111,8 +111,6 @@ def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs, tmp_path):
     prompts = PromptOptions(samples=2, context=16)
     found = calibrate(run, [str(tmp_path / "text.txt")], tmp_path / "calibrated", prompts=prompts)
     pack(run, tmp_path / "own")
-    with pytest.raises(ValueError, match="--kv-cache stores scales of keys and values: give --calibration"):
-        pack(run, tmp_path / "none", kv_cache="fp8")
     calibrated = {"calibration": tmp_path / "calibrated", "kv_cache": "fp8"}
     ones = dict.fromkeys(found.layers, torch.ones(1))
     without = pack(run, tmp_path / "without static", scheme="channel", input_scales=ones, **calibrated)

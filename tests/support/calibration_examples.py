@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
@@ -63,18 +64,23 @@ def whole_model(folder: Path):
 
 
 def watch_whole(model, batches) -> dict[str, list[Tensor]]:
-    """What each linear layer reads and each norm writes (plain hooks), and what sdpa is called with, a list a batch."""
+    """What each linear layer reads and each norm writes (plain hooks), by batch; what sdpa gets, by batch and layer."""
     seen: dict[str, list[Tensor]] = {}
 
     def note(name: str, x: Tensor) -> None:
         seen.setdefault(name, []).append(x.detach().clone())
+
+    def attend(*qkv: Tensor, sdpa=nn.functional.scaled_dot_product_attention, **settings) -> Tensor:
+        for letter, x in zip("qkv", qkv, strict=False):
+            note(f"attention.{letter}", x)
+        return sdpa(*qkv, **settings)
 
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _, args, name=name: note(f"{name}.input", args[0]))
         if "Norm" in type(module).__name__:
             module.register_forward_hook(lambda _, args, out, name=name: note(f"{name}.output", out))
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch.object(nn.functional, "scaled_dot_product_attention", attend):
         for batch in batches:
             model(batch)
     return seen
