@@ -175,19 +175,13 @@ def test_checkpoint_of_another_run(saved, begin, tmp_path, other, essentials):
 # --- What is loaded
 
 
-def test_loading_restores_everything(saved, begin, tmp_path):
-    trainer, folder = saved
+def test_the_files_of_a_checkpoint_hold_the_unconverted_model(saved):
+    """Runs that are resumed show that all of a state comes back."""
+    _, folder = saved
     assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", *FILES]
-    model = load_file(folder / "model.safetensors")  # the unconverted one
+    model = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
     assert not any("histor" in name or "lm_head" in name for name in model)  # the head is the embedding's
-    before = snapshot(trainer)
-    other = begin(recipe="delayed", out=str(tmp_path / "other"))
-    torch.manual_seed(99)
-    other.step()
-    load_checkpoint(folder, other.state)
-    assert differing(snapshot(other), before) == []
-    assert (other.state.step, other.state.skipped_steps) == (4, 0)
 
 
 # ---- Checkpoints are written while training goes on, and a failure is told at the next step
