@@ -1,7 +1,5 @@
 """A Llama in several shards, and data to calibrate it with."""
 
-import shutil
-
 import pytest
 from calibration_examples import write_data, write_model
 
@@ -16,9 +14,3 @@ def llama(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("models") / "llama", "llama", shards="40KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     return folder
-
-
-@pytest.fixture
-def model(llama, tmp_path):
-    """A copy of it, to be changed."""
-    return shutil.copytree(llama, tmp_path / "model")

@@ -198,7 +198,8 @@ def test_a_run_killed_at_the_very_end_only_writes(llama, tmp_path, data, monkeyp
 
 
 @pytest.mark.parametrize("change", ["seed", "data", "model", "batch"])
-def test_a_run_is_not_resumed_with_something_else(change, model, tmp_path, data, monkeypatch):
+def test_a_run_is_not_resumed_with_something_else(change, llama, tmp_path, data, monkeypatch):
+    model = shutil.copytree(llama, tmp_path / "model")
     run_until(model, data, tmp_path / "out", 1, 1, monkeypatch)
     prompts = PROMPTS
     if change in ("seed", "batch"):
