@@ -204,8 +204,7 @@ def local_replicated(parameter: Any, ranks: Ranks) -> Tensor:
     """A parameter that each rank has whole, and uses for its own rows: its gradient is a part of a sum."""
     if not isinstance(parameter, DTensor):
         raise ValueError(
-            "a norm between layers that are parallel along the sequence must be parallelized too, or its gradient "
-            "would be that of one rank's rows: give it the style octavo.distributed.NormParallel"
+            "a norm between parallel layers requires DTensors, got a tensor: give it octavo.distributed.NormParallel"
         )
     return parameter.to_local(grad_placements=[Partial()]) if ranks.sequence else parameter.to_local()
 

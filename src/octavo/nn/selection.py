@@ -31,6 +31,7 @@ DEFAULT_SKIP = (
 ATTENTION_OUTPUT = "multi-head attention reads its weight directly and never calls it"
 STATE_SPACE = "the state-space layer reads its weight directly and never calls it"
 REPLACED = "its forward was replaced, as Accelerate's hooks do: convert the model before that"
+TP_PLAN = "transformers' tp_plan cut it: open the model without tp_plan, convert it, and call tensor_parallel"
 
 
 class SelectedLayer(NamedTuple):
@@ -127,7 +128,7 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
     if not known and not computes_linearly(module):
         return f"a {type(module).__name__}, whose forward is its own"
     if "forward" in vars(module) and not isinstance(module, RecipeLayer):
-        return REPLACED
+        return TP_PLAN if hasattr(weight, "device_mesh") else REPLACED
     if not isinstance(weight, nn.Parameter):
         return "its weight is no parameter, but computed from some, as torch.nn.utils.prune does"
     if weight.dtype not in FLOATS:
