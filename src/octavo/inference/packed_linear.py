@@ -99,8 +99,7 @@ class PackedLinear(PackedModule):
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
-        w_q, gradient = self.packed_weight(), wants_gradient(x)
-        alone = self.scheme == CHANNEL and is_row(x) and not gradient
+        w_q, alone = self.packed_weight(), self.scheme == CHANNEL and is_row(x)
 
         def product(x: Tensor) -> Tensor:
             rows = x.reshape(-1, x.shape[-1])
@@ -108,7 +107,7 @@ class PackedLinear(PackedModule):
             added = None if residual is None else residual.reshape(-1, self.out_features)
             return packed_product(operand, w_q, self.bias, dtype, added).view(*x.shape[:-1], self.out_features)
 
-        if not gradient:
+        if not wants_gradient(x):
             return product(x)
         return PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, self.input_cast is None)  # type: ignore[no-untyped-call]
 
@@ -209,12 +208,11 @@ def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
 # `octavo.nn.fused` says (`packed_call`).
 
 
-_RECIPE = rowwise().fusable
+_RECIPE: Any = rowwise().fusable
 
 
 def packed_call(x: Tensor) -> FusedCall:
     """The call of frozen layers of the scheme `channel`, for the input x."""
-    assert _RECIPE is not None
     return LinearCall(_RECIPE, compute_dtype(x))
 
 
@@ -355,7 +353,7 @@ def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
 # the GEMM is weight-only, PyTorch computes norms and activations.
 #
 # One row by itself, a token of one text, is not cast in the schemes `channel` and `weight`. The kernels of its GEMMs
-# (`octavo.ops.weight_only_mm`) compute root-mean-square norms and SwiGLU, and add the residual stream.
+# (`octavo.ops.weight_only_mm`) compute norms and SwiGLU, and add the residual. With gradients PyTorch computes these.
 
 
 class _OneInput(FusedModule):
@@ -376,18 +374,20 @@ class PackedNormLinear(_OneInput, NormLinear):
         adapters = None if x.numel() == 0 or norm is None else stacked.update(self.inner)
         if adapters is None or norm is None:
             return None
+        alone = not any(adapters) and _is_alone(x, residual, norm, stacked)
         if any(adapters) or wants_gradient(x, residual, *norm[1:]):
-            if not stacked.trains or read_norm(self.norm) is None or not reads(adapters, norm, compute_dtype(x)):
+            known = stacked.trains and read_norm(self.norm) is not None
+            if alone or not known or not reads(adapters, norm, compute_dtype(x)):
                 return None
             stack, call = stacked.stack(), packed_call(x)
             pair = stack_adapters(adapters, stack.weights, call.dtype)
             y, total = run_fused(x, residual, norm, stack, call, pairs=(pair, NO_PAIR))
             return torch.split_with_sizes(y, stacked.sizes, -1), total
-        found = _row(x, residual, norm, stacked)
-        if found is None:
+        if alone:
+            total, y = _row(x, residual, norm, stacked)
+        else:
             total, n = _norm(x, residual, norm, stacked.cast)
-            found = total, packed_product(n, stacked.weight, stacked.bias, compute_dtype(x))
-        total, y = found
+            y = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x))
         y = y.view(*x.shape[:-1], -1)
         return torch.split_with_sizes(y, stacked.sizes, -1), x if residual is None else total.view(x.shape)
 
@@ -405,8 +405,7 @@ class PackedMLP(_OneInput, FusedMLP):
     def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         found = self._hidden(x, norm, residual)
         if found is None:
-            trained = self._trained(x, norm, residual)
-            return super().run(x, norm, residual) if trained is None else trained
+            return self._trained(x, norm, residual) or super().run(x, norm, residual)
         total, h = found
         return self._last(h, x), x if residual is None else total.view(x.shape)
 
@@ -423,8 +422,8 @@ class PackedMLP(_OneInput, FusedMLP):
         if wants_gradient(x, residual, *(() if known is None else known[1:])):
             return None
         gated = self.activation == "swiglu" and outer.scheme in (CHANNEL, WEIGHT)
-        if gated and (found := _row(x, residual, known, stacked, gated=True)) is not None:
-            return found
+        if gated and _is_alone(x, residual, known, stacked):
+            return _row(x, residual, known, stacked, gated=True)
         total, n = _norm(x, residual, known, stacked.cast)
         u = packed_product(n, stacked.weight, stacked.bias, compute_dtype(x))  # [T,K] @ [2F,K]^T
         cast = outer.input_cast
@@ -441,7 +440,8 @@ class PackedMLP(_OneInput, FusedMLP):
         if adapters is None or outer is None or found is None or (norm is not None and known is None):
             return None
         adapters = [*adapters, outer[1]]
-        if not self.stacked.trains or not reads(adapters, known, compute_dtype(x)):
+        alone = not any(adapters) and self.activation == "swiglu" and _is_alone(x, residual, known, self.stacked)
+        if alone or not self.stacked.trains or not reads(adapters, known, compute_dtype(x)):
             return None
         (last, call), stack = found, self.stacked.stack()
         inner_pair = stack_adapters(adapters[:-1], stack.weights, call.dtype)
@@ -459,16 +459,14 @@ def fuse(model: nn.Module) -> None:
     """Fuse the norms and MLPs of a packed model with the layers that they feed. A second call changes nothing."""
     fuse_decoder_layers(model)
     serve_attention(model)
-    for module in list(model.modules()):
-        if is_fusable(type(module).__name__, "RMSNorm"):
-            mix_into(module, ServedNorm)
-        stacked = Stacked()
-        if not isinstance(module, FusedModule) or isinstance(module, _OneInput):
-            continue
-        if stacked.update(module.inner) is not None:
-            fused: Any = module
-            fused.__class__ = mix_classes(PackedMLP, type(module)) if isinstance(module, FusedMLP) else PackedNormLinear
-            fused.stacked = stacked
+    for each in list[Any](model.modules()):
+        if is_fusable(type(each).__name__, "RMSNorm"):
+            mix_into(each, ServedNorm)
+        elif isinstance(each, FusedModule) and not isinstance(each, _OneInput):
+            stacked = Stacked()
+            if stacked.update(each.inner) is not None:
+                each.__class__ = mix_classes(PackedMLP, type(each)) if isinstance(each, FusedMLP) else PackedNormLinear
+                each.stacked = stacked  # type: ignore[assignment]
 
 
 class ServedNorm(nn.Module):
@@ -481,18 +479,20 @@ class ServedNorm(nn.Module):
         return self.weight * y.to(x.dtype)  # autocast widens y
 
 
+def _is_alone(x: Tensor, residual: Tensor | None, norm: Norm | None, stacked: Stacked) -> bool:
+    """True for one row that is not cast for the layers that read its norm: their GEMM computes the norm too."""
+    alike = compute_dtype(x) == x.dtype and (residual is None or residual.dtype == x.dtype)
+    w, center = stacked.weight, norm is not None and norm[0].center
+    return is_row(x) and alike and not center and w.format.name == "e4m3" and w.granularity == ROW
+
+
 def _row(
     x: Tensor, residual: Tensor | None, norm: Norm | None, stacked: Stacked, *, gated: bool = False
-) -> tuple[Tensor, Tensor] | None:
-    """x + residual [1, K] of one row, and the outputs [1, sum of N] of the layers that read its norm, or their SwiGLU;
-    None where no kernel computes all of these."""
+) -> tuple[Tensor, Tensor]:
+    """x + residual [1, K] of one row, and the outputs [1, sum of N] of layers that read its norm, or their SwiGLU."""
     how, gamma, _ = (NormSpec(0.0, center=False), None, None) if norm is None else norm
-    alike = compute_dtype(x) == x.dtype and (residual is None or residual.dtype == x.dtype)
-    w = stacked.weight
-    if not (is_row(x) and alike and w.format.name == "e4m3" and w.granularity == ROW) or how.center:
-        return None
     total = rows(x if residual is None else x + residual)
-    return total, weight_only_mm(total, w, bias=stacked.bias, around=Around(gamma, how.eps, gated))
+    return total, weight_only_mm(total, stacked.weight, bias=stacked.bias, around=Around(gamma, how.eps, gated))
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | None) -> tuple[Tensor, QTensor | Tensor]:
