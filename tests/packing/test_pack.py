@@ -147,10 +147,17 @@ def test_they_are_packed_and_read_as_they_are(source, tmp_path):
     assert found.readers[0].distance < 0.01
     change_tensors(packed, lambda tensors: tensors.update({NAME: BIAS.bfloat16()}))
     assert torch.equal(octavo.load(packed).get_buffer(NAME), BIAS.bfloat16().float())
-    parts = BlockModel(open_source(source), "cpu")  # as a calibration runs it
+
+
+def test_a_calibration_runs_with_them_and_with_masks(source, monkeypatch):
+    parts = BlockModel(open_source(source), "cpu")
     parts.load_block(1)
     assert torch.equal(parts.loaded[NAME], BIAS)
     assert parts.run_part(0, IDS, None).shape == (*IDS.shape, 128)
+    parts.model.bfloat16()
+    monkeypatch.setattr("octavo.hf.stored_tensors.ExpertReader.get", lambda *_: torch.full((4,), -3.4e38))
+    parts.load_block(1)
+    assert parts.loaded[NAME].isfinite().all()
 
 
 def test_the_mask_of_a_buffer_stays_finite(made, tmp_path):

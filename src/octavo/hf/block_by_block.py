@@ -82,7 +82,7 @@ class BlockModel:
                 f"{SUPPORTED}"
             )
         self.experts = expert_matrices(meta_model)
-        self.device, self._files = torch.device(device), source.reader
+        self.device, self._source = torch.device(device), source
         [stack] = _stacks(self.model)
         self._modules: list[Any] = list(self.model.get_submodule(stack))
         self.loaded: dict[str, Tensor] = {}
@@ -90,7 +90,7 @@ class BlockModel:
         self._head: Any = self.model.get_output_embeddings()
         heads = {id(module) for module in self._head.modules()} if self._head is not None else set()
         buffers = model_tensors(self.model).keys() - dict(self.model.named_parameters()).keys()
-        specs = self._files.specs
+        specs = source.reader.specs
         # The name in the files of each tensor that is loaded.
         self._on_disk = {name: name for name in buffers if name in specs}
         for name, names in tied_names(self.model).items():
@@ -116,7 +116,7 @@ class BlockModel:
 
     def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
         stated, tied = self.model.state_dict(), {self._on_disk[name]: name for name in names}
-        read = {disk: self._files.get(disk).to(self.device, stated[name].dtype) for disk, name in tied.items()}
+        read = {disk: self._source.read(disk).to(self.device, stated[name].dtype) for disk, name in tied.items()}
         return {name: read[self._on_disk[name]] for name in names}
 
     def run_part(self, part: int, ids: Tensor, hidden: Tensor | None, looking: Looking = nullcontext) -> Tensor:

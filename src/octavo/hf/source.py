@@ -45,12 +45,12 @@ class Source:
 
     def get(self, name: str) -> Tensor:
         """A tensor of the model. An ArtifactError if it holds inf or NaN."""
-        tensor = self._read(name)
+        tensor = self.read(name)
         if tensor.is_floating_point() and not is_finite(tensor):
             raise self._diverged(name)
         return tensor
 
-    def _read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """A tensor as the files have it. In a buffer, such as a mask, the least float32 becomes the least of BF16."""
         tensor, narrow = self.reader.get(name), torch.finfo(UNQUANTIZED_DTYPE)
         of_buffer = name in self._buffers and tensor.is_floating_point()
@@ -83,7 +83,7 @@ class Source:
         ArtifactError if one holds inf or NaN."""
         place = "cpu" if isinstance(self.reader, ExpertReader) else device  # stacks need room beside their parts
         dtypes = self.meta_model.dtypes
-        tensors = files.read_all(lambda name: self._read(name).to(dtypes[name]), self.specs, place)
+        tensors = files.read_all(lambda name: self.read(name).to(dtypes[name]), self.specs, place)
         for name in files.failing({name: is_finite(t) for name, t in tensors.items() if t.is_floating_point()}):
             raise self._diverged(name)
         return fill_model(self.meta_model, tensors).to(device)
