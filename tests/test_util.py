@@ -154,7 +154,8 @@ def test_a_device_that_is_not_there_is_refused_by_name(gpus, device, count, mess
         util.choose_device(device)
 
 
-def test_load_refuses_it_before_it_reads_the_folder(gpus, tmp_path):
+@pytest.mark.parametrize(("name", "given"), [("load", ["x"]), ("convert", [torch.nn.Linear(8, 8)]), ("Linear", [8, 8])])
+def test_functions_refuse_it_before_anything_else(gpus, name, given):
     gpus(0)
     with pytest.raises(ValueError, match="device cuda was asked for"):
-        octavo.load(tmp_path / "nowhere", "cuda")
+        getattr(octavo, name)(*given, device="cuda")

@@ -263,14 +263,11 @@ def choose_device(device: str | torch.device) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
-    if chosen.type != "cuda":
-        return chosen
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not seen:
-        raise ValueError(f"device {device} was asked for, but this torch ({torch.__version__}) sees no GPU: use cpu")
-    if chosen.index is not None and chosen.index >= seen:
-        last = f"cuda:{seen - 1}"
-        raise ValueError(f"device {device} was asked for, but the GPUs that torch sees end with {last}: use {last}")
+    if chosen.type == "cuda" and (chosen.index or 0) >= seen:
+        last, none = f"cuda:{seen - 1}", f"this torch ({torch.__version__}) sees no GPU: use cpu"
+        there = f"the GPUs that torch sees end with {last}: use {last}" if seen else none
+        raise ValueError(f"device {device} was asked for, but {there}")
     return chosen
 
 

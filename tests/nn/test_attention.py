@@ -220,6 +220,7 @@ def test_a_model_on_the_meta_device_gets_scales_of_zeros():
 
 
 def test_a_gpu_without_it_is_refused(monkeypatch):
+    monkeypatch.setattr("octavo.nn.attention_layers.choose_device", torch.device)
     monkeypatch.setattr("octavo.nn.attention_layers.fp8_attention_limit", lambda *_, **_named: "no cuDNN")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: no cuDNN\. Leave attention in BF16"):
         use_fp8_attention(MODELS["llama"](), device="cuda")

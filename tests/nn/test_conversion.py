@@ -51,8 +51,7 @@ def test_on_the_meta_device() -> None:
 def test_the_device_decides_the_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     for weights, device, expected in (("meta", None, "xpu"), ("meta", "cpu", "cpu"), ("cpu", None, "cpu")):
-        with torch.device(weights):
-            model = build(LLAMA)
+        model = build(LLAMA).to(weights)
         reasons = {backend.reason for backend in octavo.convert(model, device=device).backends.values()}
         assert reasons == {f"{expected} has no FP8 GEMM: exact in float32, slower than BF16"}
 

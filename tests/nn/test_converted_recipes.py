@@ -139,9 +139,9 @@ def test_a_preset_on_an_mi300_gets_its_formats(tmp_path) -> None:
 
 
 def test_convert_on_an_ampere_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.nn.conversion.choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64, device="meta"))
     message = r"cannot run the recipe rowwise \(y, dx, dw: Ampere .* has no FP8 GEMM\).*emulate=True"
     with pytest.raises(ValueError, match=message):
         octavo.convert(model, "rowwise", device="cuda")

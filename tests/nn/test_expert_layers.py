@@ -227,6 +227,7 @@ def test_experts_that_compute_something_else_are_left_alone():
 
 def on_gpu(monkeypatch, capability=(9, 0), k=64, n=64, **options):
     """The report of a model that is converted for a GPU that is not here."""
+    monkeypatch.setattr("octavo.nn.conversion.choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, k, n))

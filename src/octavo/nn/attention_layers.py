@@ -15,6 +15,7 @@ from octavo.numerics import TENSOR, Cast
 from octavo.numerics.formats import E4M3
 from octavo.ops import fp8_attention, fp8_attention_backward, fp8_attention_limit, quantize
 from octavo.ops.dispatch import GRADIENT_TILE
+from octavo.util import choose_device
 
 # ---- `nn.MultiheadAttention` that computes its projections by a recipe.
 #
@@ -284,7 +285,7 @@ def find_attention(model: nn.Module, device: torch.device | str | None = None) -
             f"{type(model).__name__} has no causal attention that octavo can compute in FP8: it must be a language "
             "model of octavo.models, or one of transformers that takes an attention (set_attn_implementation)"
         )
-    place = next(model.parameters()).device if device is None else torch.device(device)
+    place = next(model.parameters()).device if device is None else choose_device(device)
     for name, module in found.items():
         if place.type == "cuda" and (limit := fp8_attention_limit(place, module.head_dim, training=True)):
             raise ValueError(f"{name}: {limit}. Leave attention in BF16")

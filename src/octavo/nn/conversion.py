@@ -48,7 +48,7 @@ from octavo.ops.launching import find_architecture
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import LEAST_SPEEDUP, experts_speedup
 from octavo.recipe import PRESETS, Recipe, RecipeName, get_recipe, rowwise, similar_preset
-from octavo.util import check_kinds
+from octavo.util import check_kinds, choose_device
 
 
 def convert(
@@ -123,10 +123,10 @@ def convert(
     Raises:
         TypeError: `model` is not a module, `recipe` neither a name nor a `Recipe`, `skip` no list of strings, or
             `emulate`, `only_if_faster`, `fuse_loss` or `recompute` no bool.
-        ValueError: an unknown recipe, a lazy parameter without a shape, a glob of `skip` that matches nothing, no
-            linear layer left to convert, a layer to restore whose forward was replaced, a GPU without the GEMMs of the
-            recipe, or a `batch` with which the model cannot be traced; with `fuse_loss`, a model whose logits are not
-            the outputs of a linear layer without bias, scaled or capped; with `attention="fp8"`, what
+        ValueError: an unknown recipe, a GPU that is not here or lacks the GEMMs of the recipe, a lazy parameter without
+            a shape, a glob of `skip` that matches nothing, no linear layer left to convert, a layer to restore whose
+            forward was replaced, or a `batch` with which the model cannot be traced; with `fuse_loss`, a model whose
+            logits are not the outputs of a linear layer without bias, scaled or capped; with `attention="fp8"`, what
             `use_fp8_attention` refuses; with `recompute`, a recipe or a model without MLPs and experts that run fused.
         RuntimeError: the forward pass fails with `batch`.
 
@@ -155,7 +155,7 @@ def convert(
     weight = next(first.parameters())
     if device is None and weight.is_meta:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    device = weight.device if device is None else torch.device(device)
+    device = weight.device if device is None else choose_device(device)
     recipe = choose_recipe(recipe, device)
     if emulate:
         recipe = replace(recipe, emulate=emulate)  # which refuses "no"

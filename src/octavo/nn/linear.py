@@ -30,6 +30,7 @@ from octavo.numerics.qtensor import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.dispatch import choose_recipe
 from octavo.recipe import Recipe, RecipeName
+from octavo.util import choose_device
 
 PREPARED = ("recipe", "_layer_name", "weight_cache", "histories")  # the attributes that `RecipeLayer.prepare` sets
 ADDED = (*PREPARED, "input_is_saved", "observer", "parallel")  # and those that other modules set
@@ -211,7 +212,8 @@ class Linear(RecipeLayer, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        place = None if device is None else choose_device(device)
+        nn.Linear.__init__(self, in_features, out_features, bias, place, dtype)
         self.prepare(choose_recipe(recipe, self.weight.device), "", self.weight.device)
 
     def forward(self, input: Tensor | PrecomputedProjections) -> Tensor:  # named as in PyTorch
