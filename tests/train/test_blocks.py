@@ -179,7 +179,9 @@ def test_a_run_in_which_no_sequence_would_attend_in_fp8_is_refused(begin, change
         begin(**changes)
 
 
-def test_a_context_that_cudnn_does_not_take_is_refused_on_a_gpu(settings):
+def test_a_context_that_cudnn_does_not_take_is_refused_on_a_gpu(settings, monkeypatch):
+    for module in ("conversion", "attention_layers"):
+        monkeypatch.setattr(f"octavo.nn.{module}.choose_device", torch.device)
     config = settings(**FP8, context=200)
     model = make_model(config, 256, Path())
     with pytest.raises(ConfigError, match="a multiple of 128; got 200"):
