@@ -22,6 +22,12 @@ def tokens(new: int, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, new, 16) * heads * size, torch.randn(2, 3, new, 16) * heads * size / 7
 
 
+def forget(cache: LayerKVCache) -> None:
+    cache.count.clear()
+    cache.clipped.zero_()
+    cache.restart()
+
+
 def contents(cache: LayerKVCache) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values that the cache holds, in float64."""
     used = int(cache.length)
@@ -80,13 +86,13 @@ def test_a_warm_up_casts_again_what_no_longer_fits(dtype):
         assert ((found - x).abs() <= 2.2 * steps(dtype, x, scale.view(-1, 1, 1))).all()
 
 
-def test_a_warm_up_that_needs_no_larger_scale_changes_no_byte_and_reset_begins_it_anew():
+def test_a_warm_up_that_needs_no_larger_scale_changes_no_byte_and_another_begins_anew():
     cache = LayerKVCache((2, 3, 40, 16), "fp8")
     cache.append(*tokens(6))
     before = cache.keys.view(torch.uint8)[:, :, :6].clone()
     cache.append(*tokens(6, 0.1))
     assert torch.equal(cache.keys.view(torch.uint8)[:, :, :6], before)
-    cache.reset()
+    forget(cache)
     assert (cache.k_scale == SMALLEST_SCALE).all()
     k, v = tokens(6, 0.1)
     cache.append(k, v)
@@ -98,7 +104,7 @@ def test_given_scales_are_used_and_stay(given):
     cache = LayerKVCache((2, 3, 40, 16), "fp8", scales=(given, given * 2))
     assert not cache.warming
     cache.append(*tokens(6))
-    cache.reset()
+    forget(cache)
     assert torch.equal(cache.k_scale, given.expand(3))
     assert torch.equal(cache.v_scale, given.expand(3) * 2)
 
@@ -109,7 +115,7 @@ def test_the_same_prompt_gives_the_same_bytes_once_frozen():
     cache.freeze()
     k, v = tokens(6, 3.0)
     for _ in range(2):
-        cache.reset()
+        forget(cache)
         assert (int(cache.length), cache.clipped.tolist()) == (0, [0, 0])
         cache.append(k, v)
         found.append(cache.keys[:, :, :6].clone())

@@ -248,19 +248,13 @@ class LayerKVCache:
         return self.fp8_attention and self._is_piece(q) and is_faster_in_fp8(q, self.count.host, first)
 
     def freeze(self) -> None:
-        """End the warm-up: the scales no longer change, and `reset` keeps them."""
+        """End the warm-up: the scales no longer change, and `restart` keeps them."""
         if self.warming and self.empty:
             raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
         self.warming = False
 
-    def reset(self) -> None:
-        """Forget all tokens and the count of clipped numbers. Frozen scales stay; a warm-up starts again."""
-        self.count.clear()
-        self.clipped.zero_()
-        self.restart()
-
     def restart(self) -> None:
-        """`reset` without the two counts, which are on the device."""
+        """Forget all tokens; the counts, which are on the device, stay. Frozen scales stay; a warm-up starts again."""
         self.empty = True
         if self.warming:
             for scale in (self.k_scale, self.v_scale):

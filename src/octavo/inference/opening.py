@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.checkpoint import scheme as schemes
-from octavo.checkpoint.files import RECORD, ArtifactError, ShardReader, model_tensors, read_json
+from octavo.checkpoint.files import ArtifactError, ShardReader, model_tensors, read_json, read_record
 from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing, read_config, read_packing
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, WEIGHT_DTYPES, KvScales, Scheme
 from octavo.hf import meta_model as models
@@ -59,8 +59,7 @@ def load_transformers(folder: str, device: str | torch.device, kv_cache: str, at
     model, kv_scales = fill(meta_model, path, place, kv_cache)
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    record = path / RECORD
-    model.octavo_record = read_json(record) if record.is_file() else {}  # how the folder was packed
+    model.octavo_record = read_record(path)  # how the folder was packed
     if head == "rowwise":
         quantize_head(model)
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
@@ -383,15 +382,14 @@ class ExpertLoading:
 
 # ---- Compiling the kernels of a packed model while its files are read.
 #
-# A model of two layers, of the same sizes and without weights, takes prompts and a token after them. Its kernels are
+# A model of two layers, of the same sizes and without weights, takes prompts, and single tokens. Its kernels are
 # compiled, then run, which also loads the libraries of PyTorch that the model needs. The first layer allocates the
 # cache; the second stores a prompt by another kernel.
 
 
 LOG = logging.getLogger(__name__)
-# Tokens of a prompt, and room of its cache. Triton compiles a kernel anew for sizes that 16 does not divide, and the
-# attention of a step depends on the room.
-PROMPTS = ((128, 2048), *((127, room) for room in (1536, 1024, 768, 512, 384, 256)))
+PROMPTS = 128, 127  # tokens: Triton compiles a kernel anew for sizes that 16 does not divide
+ROOMS = 2048, 1536, 1024, 768, 512, 384, 256  # of caches, on which the attention of a step depends
 VOCABULARY = 256  # embeddings and output heads are not packed, so they need no kernels of ours
 
 
@@ -449,10 +447,12 @@ def _compile(small: MetaModel, device: torch.device, kv_cache: str | None, vocab
 
 @torch.inference_mode()
 def run(model: MetaModel, device: torch.device, kv_cache: str | None) -> None:
-    """Let the model take each prompt of `PROMPTS`, cut to its context, and one token after it."""
+    """Let the model take prompts of `PROMPTS`, and one token in caches of `ROOMS`, all cut to its context."""
     scale = torch.ones(1, device=device)
     scales = [(scale, scale)] * model.config["num_hidden_layers"] if kv_cache == "fp8" else None
-    for tokens, room in PROMPTS:
-        tokens, room = min(tokens, model.context - 1), min(room, model.context)
-        session = Session(make_forward(model.model, room, kv_cache, scales), 1, device, captures=False)
-        session.step(session.prefill(pad_prompts([[0] * tokens], device)).argmax(-1))
+    for tokens in PROMPTS:
+        forward = make_forward(model.model, min(ROOMS[0], model.context), kv_cache, scales)
+        Session(forward, 1, device, captures=False).prefill(pad_prompts([[0] * min(tokens, model.context)], device))
+    for room in ROOMS:
+        forward = make_forward(model.model, min(room, model.context), kv_cache, scales)
+        forward(torch.zeros(1, 1, dtype=torch.int64, device=device))

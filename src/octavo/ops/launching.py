@@ -198,6 +198,10 @@ class Compilation:
         device = next(getattr(arg, "base", arg) for arg in args if arg is not None).get_device()
         signature = id(kernel), *map(_kind_of, args), *constants.values()
         if signature not in self.known:
+            if HAS_TRITON and not self.known:
+                from triton.runtime.cache import triton_key
+
+                triton_key()  # hashes Triton's 400 MB once a process; threads that begin at once would each do it
             self.known.add(signature)
             if (caches := getattr(kernel, "device_caches", None)) is not None:
                 _ = caches[device]  # made here: of threads that make it at once, one would keep its own
