@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from linear_examples import converted_model as converted
+from tiny_models import SIZES, built
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import GptOssConfig, GptOssModel
 
 import octavo
 from octavo.nn import GEGLU, Experts, GroupedLinear, NormLinear, SwiGLU, use_fp8_attention
@@ -109,6 +111,9 @@ REFUSED = [
     (lambda: attend(is_causal=True), "pass the causal mask as attn_mask too"),
     (attend_twice, "double backward"),
     (lambda: use_fp8_attention(layer()), "Sequential has no causal attention"),
+    (lambda: use_fp8_attention(built("bamba")), "BambaForCausalLM has no causal attention"),
+    (lambda: use_fp8_attention(built("gemma2")), r"model.layers.0.self_attn has sinks or a softcap, which FP8"),
+    (lambda: use_fp8_attention(GptOssModel(GptOssConfig(**SIZES))), "layers.0.self_attn has sinks or a softcap"),
     *((lambda shape=shape: converted(copy.deepcopy(IMAGE))(torch.randn(shape)),
        r"takes \[B, 24, \*sizes\] with sizes of at least \[4, 4\], got")
       for shape in ((2, 24, 3, 8), (2, 4, 8, 8), (8, 8))),

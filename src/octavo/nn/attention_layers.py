@@ -267,10 +267,9 @@ def use_fp8_attention(
         >>> octavo.nn.use_fp8_attention(model)
     """
     found = find_attention(model, device)
-    place = next(model.parameters()).device
     use_bf16_attention(model)
     for module in found.values():
-        module.fp8_gradients = GradientScales(place, shortest)
+        module.fp8_gradients = GradientScales(next(model.parameters()).device, shortest)
         module.fp8_gradients.replaced = getattr(getattr(module, "config", None), "_attn_implementation", None) or "sdpa"
     _choose_attention(model, NAME)
     mark_saved_inputs(model)
@@ -279,12 +278,17 @@ def use_fp8_attention(
 
 def find_attention(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Any]:
     """The modules by name whose attention `use_fp8_attention` would change. It raises a ValueError as that does."""
-    found: dict[str, Any] = {name: module for name, module in model.named_modules() if _is_causal_attention(module)}
+    modules: dict[str, Any] = dict(model.named_modules())
+    takes = getattr(model, "_supports_attention_backend", False) and hasattr(model, "set_attn_implementation")
+    found = {name: m for name, m in modules.items() if hasattr(m, "fp8_gradients") or (takes and _is_causal(m))}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no causal attention that octavo can compute in FP8: it must be a language "
             "model of octavo.models, or one of transformers that takes an attention (set_attn_implementation)"
         )
+    for name, module in modules.items():  # all layers change alike
+        if getattr(module, "sinks", None) is not None or getattr(module, "attn_logit_softcapping", None):
+            raise ValueError(f"{name} has sinks or a softcap, which FP8 attention does not compute. Leave it in BF16")
     place = next(model.parameters()).device if device is None else choose_device(device)
     for name, module in found.items():
         if place.type == "cuda" and (limit := fp8_attention_limit(place, module.head_dim, training=True)):
@@ -302,10 +306,8 @@ def use_bf16_attention(model: nn.Module) -> None:
     mark_saved_inputs(model)
 
 
-def _is_causal_attention(module: nn.Module) -> bool:
-    """True if `module` is Octavo's attention, which reads `fp8_gradients`, or a causal one of transformers."""
-    if hasattr(module, "fp8_gradients"):
-        return True
+def _is_causal(module: nn.Module) -> bool:
+    """True if `module` is a causal attention of transformers; Octavo's have `fp8_gradients`."""
     named = type(module).__name__.endswith("Attention") and hasattr(module, "head_dim") and hasattr(module, "config")
     return named and getattr(module, "is_causal", False) is True
 
