@@ -397,7 +397,7 @@ def test_what_a_library_puts_in_a_layers_place_runs(made, path, hooked):
     if hooked:
         layer.register_forward_hook(lambda module, args, y: Doubled(nn.Identity())(y))
     else:
-        block.set_submodule(path, Doubled(layer))
+        block.set_submodule(path, type(type(layer).__name__, (Doubled,), {})(layer))  # of the same name
     doubled = run()
     layer._forward_hooks.clear()
     block.set_submodule(path, layer)

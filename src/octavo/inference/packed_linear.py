@@ -460,7 +460,7 @@ def fuse(model: nn.Module) -> None:
     fuse_decoder_layers(model)
     serve_attention(model)
     for each in list[Any](model.modules()):
-        if is_fusable(type(each).__name__, "RMSNorm"):
+        if is_fusable(type(each), "RMSNorm"):
             mix_into(each, ServedNorm)
         elif isinstance(each, FusedModule) and not isinstance(each, _OneInput):
             stacked = Stacked()
@@ -522,7 +522,7 @@ def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, cast: Cast | No
 def serve_attention(model: nn.Module) -> None:
     """Make the attention modules of known classes in `model` a `ServedAttention`; idempotent."""
     for served in list[Any](model.modules()):
-        if not isinstance(served, ServedAttention) and is_fusable(type(served).__name__, "Attention"):
+        if not isinstance(served, ServedAttention) and is_fusable(type(served), "Attention"):
             served.__class__ = mix_classes(ServedAttention, type(served))
             served.cache_argument = cache_argument()
 
@@ -589,7 +589,7 @@ class ServedAttention(nn.Module):
         norms: list[Any] = [self._modules.get(name) for name in ("q_norm", "k_norm")]
         if norms == [None, None]:
             return {}
-        if not all(is_fusable(type(norm).__name__, "RMSNorm") and not watched(norm) for norm in norms):
+        if not all(is_fusable(type(norm), "RMSNorm") and not watched(norm) for norm in norms):
             return None
         q_norm, k_norm = norms
         return {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.variance_epsilon}

@@ -17,10 +17,10 @@ from octavo.nn.module_tools import (
     Adapter,
     PrecomputedProjections,
     check_call,
-    class_name,
     is_of_library,
     library_of,
     mix_into,
+    own_class,
     parts_of_layer,
     unsupported,
     watched,
@@ -180,10 +180,10 @@ def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
     return None if recipe is None else FusableLayers(linears, recipe, [adapters for _, adapters in parts])
 
 
-def is_fusable(cls: str, ending: str) -> bool:
-    """True if a class of transformers, as LlamaRMSNorm with the ending RMSNorm, is of an architecture that is fused."""
-    known = ARCHITECTURES.get(cls.removesuffix(ending)) if cls.endswith(ending) else None
-    return known is not None and known.fusable
+def is_fusable(cls: Any, ending: str) -> bool:
+    """True if a class is transformers' own, as LlamaRMSNorm with the ending RMSNorm, and its architecture is fused."""
+    known = ARCHITECTURES.get(cls.__name__.removesuffix(ending)) if cls.__name__.endswith(ending) else None
+    return known is not None and known.fusable and cls.__module__.startswith("transformers.")
 
 
 def exchange_of(module: nn.Module, linears: Sequence[nn.Module]) -> Exchange:
@@ -217,7 +217,7 @@ def read_norm(norm: Any, *, backward: bool = True) -> Norm | None:
             return NormSpec(norm.eps, center=True), norm.weight, norm.bias
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # torch's default, for BF16 too
         return NormSpec(eps, center=False), norm.weight, None
-    if is_fusable(type(norm).__name__, "RMSNorm"):  # weight * x / rms(x), eps in `variance_epsilon`
+    if is_fusable(type(norm), "RMSNorm"):  # weight * x / rms(x), eps in `variance_epsilon`
         weight = norm._parameters.get("weight")  # as in `child`
         return NormSpec(norm.variance_epsilon, center=False), norm.weight if weight is None else weight, None
     return None
@@ -373,10 +373,10 @@ def fuse_decoder_layers(model: nn.Module) -> None:
 
 def is_known(layer: Any) -> bool:
     """True if `layer` is a decoder layer of transformers whose class, norms and MLP are known."""
-    if not is_fusable(class_name(layer), "DecoderLayer"):
+    if not is_fusable(own_class(layer), "DecoderLayer"):
         return False
-    norms = all(is_fusable(type(layer.get_submodule(name)).__name__, "RMSNorm") for name in LLAMA.norms)
-    return norms and is_fusable(class_name(layer.mlp), "MLP") and type(layer.mlp.act_fn).__name__ in SILU
+    norms = all(is_fusable(type(layer.get_submodule(name)), "RMSNorm") for name in LLAMA.norms)
+    return norms and is_fusable(own_class(layer.mlp), "MLP") and type(layer.mlp.act_fn).__name__ in SILU
 
 
 class TrainedNorm(nn.Module):
@@ -413,7 +413,7 @@ class DecoderLayer(nn.Module):
         (q, k, v), hidden_states = fused
         # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
         projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
-        projections.adds = is_fusable(type(attend).__name__, "Attention")  # others may change the attention's result
+        projections.adds = is_fusable(type(attend), "Attention")  # others may change the attention's result
         attention, _ = turning(attend, kwargs)(hidden_states=projections, **kwargs)
         norm = child(self, "post_attention_layernorm")
         if attention.shape[1] == 1:  # the last layer of a served prompt goes on with the last token alone
@@ -545,7 +545,7 @@ def fuse_blocks(model: nn.Module) -> None:
     """Fuse the norms and MLPs of the blocks whose classes are known; idempotent."""
     fuse_decoder_layers(model)
     for block in list[Any](model.modules()):
-        if is_fusable(type(block).__name__, "RMSNorm"):
+        if is_fusable(type(block), "RMSNorm"):
             mix_into(block, TrainedNorm)
         elif not isinstance(block, VisionBlock) and _is_vision_block(block):
             block.fused_qkv = NormLinear(block, "norm1", "attn.qkv")
@@ -579,7 +579,7 @@ def mark_saved_inputs(model: nn.Module) -> None:
 
 def _layer_after(attention: Any) -> str:
     """The name of the layer whose input is the result of PyTorch's attention in `attention`; "" for other modules."""
-    name, library = class_name(attention), library_of(attention)
+    name, library = own_class(attention).__name__, library_of(attention)
     if library == "timm" and name == "Attention":
         kept = isinstance(getattr(attention, "norm", None), nn.Identity | None)  # BEiT has none
         return "proj" if kept and getattr(attention, "gate", None) is None else ""

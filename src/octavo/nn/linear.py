@@ -212,8 +212,7 @@ class Linear(RecipeLayer, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        place = None if device is None else choose_device(device)
-        nn.Linear.__init__(self, in_features, out_features, bias, place, dtype)
+        nn.Linear.__init__(self, in_features, out_features, bias, device and choose_device(device), dtype)
         self.prepare(choose_recipe(recipe, self.weight.device), "", self.weight.device)
 
     def forward(self, input: Tensor | PrecomputedProjections) -> Tensor:  # named as in PyTorch
