@@ -165,7 +165,7 @@ def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp
         refuses(run, go_on, error, *(essentials or [path]))
         path.write_bytes(whole)
     data.unlink()
-    refuses(run, go_on, ValueError, data, "give its place now by --data")
+    refuses(run, go_on, ValueError, data, "give its place by --data")
 
 
 # --- What cannot be started

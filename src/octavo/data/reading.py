@@ -214,7 +214,7 @@ def _find_files(source: str, report: ReadReport) -> tuple[list[Path], bool]:
     if not glob.has_magic(path):
         raise DataError(
             f"data source {source!r} must be {STDLIB}, a file, a folder, a glob or {DATASET}DATASET; there is no such "
-            f"file or folder{'' if os.path.isabs(path) else f' in {Path.cwd()}'}: give its place now by --data"
+            f"file or folder{'' if os.path.isabs(path) else f' in {Path.cwd()}'}: give its place by --data"
         )
     files = [Path(match) for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
     if not files:
