@@ -246,7 +246,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def check_cache(q: Tensor, cache: LayerKVCache) -> None:
     """The kernel against PyTorch in float32 over the same bytes; a wrong one ends the benchmark."""
-    found = cache.attend(q)[:1]
+    found = cache.attend(q, None, DIM**-0.5)[:1]
     held = Cache(cache.keys[:1], cache.values[:1], cache.k_scale, cache.v_scale, cache.length)
     exact = widened_attention(q[:1].float(), held, None, DIM**-0.5)
     harness.each_decibels([exact], [found], 40)

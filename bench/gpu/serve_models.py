@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.checkpoint.scheme import CHANNEL, Scheme
-from octavo.inference.kv_cache import Appended, LayerKVCache
+from octavo.inference.kv_cache import Appended, LayerKVCache, ModelKVCache
 from octavo.inference.packed_linear import PackedLinear, fuse, swap_linears
 from octavo.inference.transformers_cache import ATTENTION, CACHE, register_attention
 from octavo.models import LlamaConfig as LlamaShape
@@ -28,11 +28,7 @@ HEAD = "lm_head"
 
 def filled(dtype: str, k: Tensor, v: Tensor, room: int = 0) -> LayerKVCache:
     """A cache of keys and values [B, G, S, D] with frozen scales, and room for more tokens."""
-    batch, heads, context, dim = k.shape
-    cache = LayerKVCache((batch, heads, context + room, dim), dtype, device=k.device)
-    cache.append(k, v)
-    cache.freeze()
-    return cache
+    return ModelKVCache(1, k.shape[2] + room, dtype).append(0, k, v).store
 
 
 def random_stores(config: Any, batch: int, context: int, device: str, *dtypes: str) -> dict[str, list[LayerKVCache]]:
@@ -53,7 +49,7 @@ class PlainCache:
     """
 
     def __init__(self, store: LayerKVCache) -> None:
-        self.keys, self.values, self.last = store.keys, store.values, store.max_tokens - 1
+        self.keys, self.values, self.last = store.keys, store.values, store.keys.shape[2] - 1
         self.position = torch.tensor([self.last], device=store.keys.device)
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -67,11 +63,11 @@ class OctavoCache:
     """One layer's store as the cache that the attention "octavo" reads."""
 
     def __init__(self, store: LayerKVCache) -> None:
-        self.store, self.last = store, store.max_tokens - 1
+        self.store, self.last = store, store.keys.shape[2] - 1
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Appended, Appended]:
-        appended = Appended(self.store, k, v, self.store.empty)
-        self.store.append(k, v)
+        self.store.count.advance(k.shape[2])
+        appended = self.store.append(k, v)
         return appended, appended
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.inference.engine import Engine
-from octavo.inference.kv_cache import LayerKVCache, prompt_attention
+from octavo.inference.kv_cache import LayerKVCache, Length, ModelKVCache, prompt_attention
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import pad_prompts
 from octavo.inference.transformers_cache import CACHE, QuantizedKVCache
@@ -240,7 +240,7 @@ def store_of(kind: str, sizes: tuple[int, ...], used: int) -> tuple[torch.Tensor
     q, *filled = on_gpu(given(kind, *sizes))
     batch, _, kv_heads, _, dim, room = sizes
     scales = None if kind == "bf16" else filled[2:]
-    store = LayerKVCache((batch, kv_heads, room, dim), kind, scales=scales, device="cuda")
+    store = LayerKVCache((batch, kv_heads, room, dim), kind, Length(room, "cuda"), scales=scales)
     store.keys, store.values = filled[:2]
     store.count.advance(used)
     return q, store
@@ -263,13 +263,13 @@ def test_against_float64(kind, shape, padded):
 def test_without_padding_no_mask_is_made():
     q, store = store_of("bf16", (1, 8, 2, 40, 64, 300), 130)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert store.attend(q).isfinite().all()
+        assert store.attend(q, None, 0.1).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", DTYPES)
 def test_memory_does_not_grow_with_the_room(kind):
     stores = [store_of(kind, (1, 8, 2, 128, 64, room), 400) for room in (512, 65536)]
-    peaks = [peak_of(partial(store.attend, q)) for q, store in stores]
+    peaks = [peak_of(partial(store.attend, q, None, 0.1)) for q, store in stores]
     assert peaks[1] <= peaks[0] + 2**20
 
 
@@ -331,12 +331,13 @@ def test_compiled_generation_is_the_same(dtype):
 def test_a_long_prompt_in_pieces_in_fp8(kind):
     pytest.importorskip("cudnn")
     q, k, v = (torch.randn(1, n, 6000, 128, device="cuda").bfloat16() for n in (4, 2, 2))
-    store = LayerKVCache((1, 2, 7000, 128), kind, device="cuda", fp8_attention=True)
+    cache = ModelKVCache(1, 7000, kind, freezes=False)
+    cache.fp8_attention = True
     found = []
     for part in (slice(0, 4500), slice(4500, 6000)):
-        store.append(k[:, :, part], v[:, :, part])
+        store = cache.append(0, k[:, :, part], v[:, :, part]).store
         assert store.runs_fp8(q[:, :, part], None)
-        found.append(store.attend(q[:, :, part]))
+        found.append(store.attend(q[:, :, part], None, 128**-0.5))
     assert sqnr(prompt_attention(q, k, v, scale=128**-0.5), torch.cat(found, 2)) > 18
 
 

@@ -8,25 +8,27 @@ from transformers import DeepseekV3Config, Gemma2Config, Qwen3NextConfig
 
 import octavo
 from octavo.calibration.calibrator import Calibration
-from octavo.inference.kv_cache import LayerKVCache, UnservedError
+from octavo.inference.kv_cache import ModelKVCache, UnservedError
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import pad_prompts, read_prompts
 from octavo.inference.transformers_cache import CACHE, OwnCacheSession, QuantizedKVCache, scales_from_calibration
 
 CPU = torch.device("cpu")
 ONE, NONE = torch.ones(1), Calibration({}, "", {}, {}, 0, 0)
-FULL, IDS = [1, 1, 1, 1], torch.arange(8).view(2, 4)
+FULL, IDS, KV = [1, 1, 1, 1], torch.arange(8).view(2, 4), torch.ones(2, 2, 3, 2, 16)
 
 
-def layer(dtype: str = "fp8", **settings) -> LayerKVCache:
-    return LayerKVCache((2, 3, 10, 16), dtype, **settings)
+def layer(dtype: str = "fp8", scales=None, *, requires_grad: bool = False, **settings) -> ModelKVCache:
+    """A cache of one layer, which holds nine tokens."""
+    cache, k = ModelKVCache(1, 10, dtype, scales=scales and [scales], **settings), torch.ones(2, 3, 9, 16)
+    cache.append(0, k.requires_grad_(requires_grad), k)
+    return cache
 
 
-def full_layer() -> None:
-    cache, k = layer(), torch.ones(2, 3, 9, 16)
-    cache.append(k, k)
-    cache.append(k[:, :, :1], k[:, :, :1])
-    cache.append(k[:, :, :2], k[:, :, :2])
+def freeze_nothing() -> None:
+    cache = layer(freezes=False)
+    cache.reset()
+    cache.freeze()
 
 
 def cache_of(config=None, **settings) -> QuantizedKVCache:
@@ -59,9 +61,10 @@ def generate(inputs: dict[str, torch.Tensor], **settings) -> None:
 RIGHT = batch() | {"attention_mask": batch(padding=(0, 2))["attention_mask"].flip(1)}
 ROWS = {
     # the cache of a layer
-    "full": (full_layer, RuntimeError, "a cache of 10 tokens is full: it holds 10 and got 2 more"),
-    "gradients": (lambda: layer().append(torch.ones(2, 3, 1, 16, requires_grad=True), ONE), RuntimeError, "no_grad"),
-    "nothing to freeze": (lambda: layer().freeze(), RuntimeError, "the warm-up saw no token"),
+    "full": (lambda: layer().append(0, *KV), RuntimeError, "a cache of 10 tokens is full: it holds 9 and got 2 more"),
+    "gradients": (lambda: layer(requires_grad=True), RuntimeError, "no_grad"),
+    "nothing to freeze": (lambda: ModelKVCache(1, 10).freeze(), RuntimeError, "the warm-up saw no token"),
+    "nothing since reset": (freeze_nothing, RuntimeError, "the warm-up saw no token"),
     "dtype": (lambda: layer("fp4"), ValueError, "unknown dtype 'fp4'"),
     "per": (lambda: layer(per="token"), ValueError, "per tensor or per head, got 'token'"),
     "margin": (lambda: layer(margin=0.5), ValueError, "at least 1, got 0.5"),

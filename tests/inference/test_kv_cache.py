@@ -11,7 +11,7 @@ from metrics import sqnr
 
 from octavo.inference import kv_cache
 from octavo.inference.engine import Engine
-from octavo.inference.kv_cache import LayerKVCache, fp8_prompt_attention, is_faster_in_fp8, prompt_attention
+from octavo.inference.kv_cache import ModelKVCache, fp8_prompt_attention, is_faster_in_fp8, prompt_attention
 from octavo.inference.session import pad_prompts
 from octavo.numerics.scaling import SMALLEST_SCALE
 
@@ -22,13 +22,7 @@ def tokens(new: int, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, new, 16) * heads * size, torch.randn(2, 3, new, 16) * heads * size / 7
 
 
-def forget(cache: LayerKVCache) -> None:
-    cache.count.clear()
-    cache.clipped.zero_()
-    cache.restart()
-
-
-def contents(cache: LayerKVCache) -> tuple[torch.Tensor, torch.Tensor]:
+def contents(cache: kv_cache.LayerKVCache) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values that the cache holds, in float64."""
     used = int(cache.length)
     scales = [1 if s is None else s.double().view(-1, 1, 1) for s in (cache.k_scale, cache.v_scale)]
@@ -45,17 +39,17 @@ def steps(dtype: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("per", ["tensor", "head"])
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 def test_a_warm_up_finds_the_scales(dtype, per):
-    cache = LayerKVCache((2, 3, 40, 16), dtype, per=per, margin=1.5)
+    caches = ModelKVCache(1, 40, dtype, per=per, margin=1.5, freezes=False)
     k, v = tokens(9)
-    cache.append(k, v)
+    cache = caches.append(0, k, v).store
     for x, scale in ((k, cache.k_scale), (v, cache.v_scale)):
         amax = x.abs().amax((0, 2, 3))
         amax = amax if per == "head" else amax.max().expand(3)
         assert torch.allclose(scale, amax * 1.5 / LARGEST[dtype], rtol=1e-6)
-    cache.freeze()
+    cache.warming = False
     before = cache.k_scale.clone(), cache.keys.view(torch.uint8).clone()
     more = tokens(5, 4.0)
-    cache.append(*more)
+    caches.append(0, *more)
     assert torch.equal(cache.k_scale, before[0])
     assert torch.equal(cache.keys.view(torch.uint8)[:, :, :9], before[1][:, :, :9])
     limits = [s.view(-1, 1, 1) * LARGEST[dtype] for s in (cache.k_scale, cache.v_scale)]
@@ -73,12 +67,12 @@ def test_a_warm_up_finds_the_scales(dtype, per):
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 def test_a_warm_up_casts_again_what_no_longer_fits(dtype):
     """Such a number is rounded twice."""
-    cache = LayerKVCache((2, 3, 40, 16), dtype, margin=1.0)
+    caches = ModelKVCache(1, 40, dtype, margin=1.0, freezes=False)
     k, v = tokens(6)
     more = tokens(6, 5.0)
-    cache.append(k, v)
+    cache = caches.append(0, k, v).store
     small = cache.k_scale.clone()
-    cache.append(*more)
+    caches.append(0, *more)
     assert (cache.k_scale > 1.5 * small).all()
     assert cache.clipped.tolist() == [0, 0]
     whole = (torch.cat(pair, 2) for pair in zip((k, v), more, strict=True))
@@ -86,48 +80,47 @@ def test_a_warm_up_casts_again_what_no_longer_fits(dtype):
         assert ((found - x).abs() <= 2.2 * steps(dtype, x, scale.view(-1, 1, 1))).all()
 
 
-def test_a_warm_up_that_needs_no_larger_scale_changes_no_byte_and_another_begins_anew():
-    cache = LayerKVCache((2, 3, 40, 16), "fp8")
-    cache.append(*tokens(6))
-    before = cache.keys.view(torch.uint8)[:, :, :6].clone()
-    cache.append(*tokens(6, 0.1))
-    assert torch.equal(cache.keys.view(torch.uint8)[:, :, :6], before)
-    forget(cache)
-    assert (cache.k_scale == SMALLEST_SCALE).all()
+def test_a_warm_up_that_needs_no_larger_scale_changes_no_byte_and_reset_begins_it_anew():
+    cache = ModelKVCache(1, 40, "fp8", freezes=False)
+    store = cache.append(0, *tokens(6)).store
+    before = store.keys.view(torch.uint8)[:, :, :6].clone()
+    cache.append(0, *tokens(6, 0.1))
+    assert torch.equal(store.keys.view(torch.uint8)[:, :, :6], before)
+    cache.reset()
+    assert (store.k_scale == SMALLEST_SCALE).all()
     k, v = tokens(6, 0.1)
-    cache.append(k, v)
-    assert torch.allclose(cache.k_scale, k.abs().max() * 2 / 448)
+    cache.append(0, k, v)
+    assert torch.allclose(store.k_scale, k.abs().max() * 2 / 448)
 
 
 @pytest.mark.parametrize("given", [torch.tensor(0.02), torch.tensor([0.02]), torch.tensor([0.01, 0.02, 0.03])])
 def test_given_scales_are_used_and_stay(given):
-    cache = LayerKVCache((2, 3, 40, 16), "fp8", scales=(given, given * 2))
-    assert not cache.warming
-    cache.append(*tokens(6))
-    forget(cache)
-    assert torch.equal(cache.k_scale, given.expand(3))
-    assert torch.equal(cache.v_scale, given.expand(3) * 2)
+    cache = ModelKVCache(1, 40, "fp8", scales=[(given, given * 2)])
+    store = cache.append(0, *tokens(6)).store
+    assert not store.warming
+    cache.reset(scales=True)
+    assert torch.equal(store.k_scale, given.expand(3))
+    assert torch.equal(store.v_scale, given.expand(3) * 2)
 
 
 def test_the_same_prompt_gives_the_same_bytes_once_frozen():
-    cache, found = LayerKVCache((2, 3, 40, 16), "int8"), []
-    cache.append(*tokens(6))
-    cache.freeze()
+    cache, found = ModelKVCache(1, 40, "int8"), []
+    store = cache.append(0, *tokens(6)).store
     k, v = tokens(6, 3.0)
     for _ in range(2):
-        forget(cache)
-        assert (int(cache.length), cache.clipped.tolist()) == (0, [0, 0])
-        cache.append(k, v)
-        found.append(cache.keys[:, :, :6].clone())
+        cache.reset()
+        assert (int(store.length), store.clipped.tolist()) == (0, [0, 0])
+        cache.append(0, k, v)
+        found.append(store.keys[:, :, :6].clone())
     assert torch.equal(*found)
-    assert cache.clipped.all()
+    assert store.clipped.all()
 
 
 def test_attend_reads_what_is_stored():
-    cache = LayerKVCache((2, 3, 40, 16), "fp8")
+    caches = ModelKVCache(1, 40, "fp8", freezes=False)
     k, v = tokens(9)
-    cache.append(k[:, :, :7], v[:, :, :7])
-    cache.append(k[:, :, 7:], v[:, :, 7:])
+    caches.append(0, k[:, :, :7], v[:, :, :7])
+    cache = caches.append(0, k[:, :, 7:], v[:, :, 7:]).store
     q = torch.randn(2, 6, 2, 16)
     expected, size = attention64(q, cache.keys, cache.values, cache.k_scale, cache.v_scale, 9, [0, 4], 0.3)
     found = cache.attend(q, first=torch.tensor([0, 4], dtype=torch.int32), scale=0.3)
@@ -136,8 +129,7 @@ def test_attend_reads_what_is_stored():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8", "int8"])
 def test_sequences_can_be_chosen_and_repeated(dtype):
-    cache = LayerKVCache((2, 3, 40, 16), dtype)
-    cache.append(*tokens(6))
+    cache = ModelKVCache(1, 40, dtype).append(0, *tokens(6)).store
     before, address = contents(cache), cache.keys.data_ptr()
     cache.select(torch.tensor([1, 0]))
     assert cache.keys.data_ptr() == address
@@ -147,12 +139,12 @@ def test_sequences_can_be_chosen_and_repeated(dtype):
 
 
 def test_bf16_rounds_and_does_no_more_and_crop_forgets_the_last_tokens():
-    cache = LayerKVCache((2, 3, 10, 16), "bf16")
+    caches = ModelKVCache(1, 10, "bf16")
     k, v = tokens(9)
-    cache.append(k, v)
+    cache = caches.append(0, k, v).store
     cache.count.crop(4)
     assert int(cache.length) == 5
-    cache.append(k[:, :, :5], v[:, :, :5])
+    caches.append(0, k[:, :, :5], v[:, :, :5])
     for found, x in zip(contents(cache), (k, v), strict=True):
         assert torch.equal(found, torch.cat([x[:, :, :5]] * 2, 2).bfloat16().double())
     assert (cache.k_scale, cache.v_scale, cache.warming) == (None, None, False)
@@ -162,9 +154,8 @@ def test_bf16_rounds_and_does_no_more_and_crop_forgets_the_last_tokens():
 def test_a_scale_found_on_what_is_not_finite_is_nan(bad):
     k, v = tokens(3)
     k[0, 1, 2, 3] = bad
-    cache = LayerKVCache((2, 3, 10, 16), "fp8")
-    cache.append(k, v)
-    assert cache.attend(torch.randn(2, 3, 1, 16)).isnan().all()
+    cache = ModelKVCache(1, 10, "fp8").append(0, k, v).store
+    assert cache.attend(torch.randn(2, 3, 1, 16), None, 0.3).isnan().all()
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -184,12 +175,11 @@ def test_the_last_tokens_of_a_text_attend_to_those_up_to_them(new, padded):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_attention_over_numbers_that_are_not_quantized_is_that_of_pytorch_on_a_cpu(dtype):
-    cache = LayerKVCache((2, 3, 40, 16), dtype)
-    k, v = (x.to(cache.keys.dtype) for x in tokens(9))
+    k, v = (x.to(kv_cache.DTYPES[dtype]) for x in tokens(9))
     q = torch.randn(2, 6, 1, 16, dtype=k.dtype)
-    cache.append(k, v)
+    cache = ModelKVCache(1, 40, dtype).append(0, k, v).store
     required = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3)
-    assert torch.equal(cache.attend(q, scale=0.3), required)
+    assert torch.equal(cache.attend(q, None, 0.3), required)
 
 
 # ---- Attention of long prompts in E4M3: when it runs, and what it computes, on a CPU that is taken for a GPU
@@ -211,8 +201,8 @@ def counted(monkeypatch):
     monkeypatch.setattr(kv_cache, "SHORTEST_PROMPT", TOKENS)
     monkeypatch.setattr(kv_cache, "FEWEST", 9)
     monkeypatch.setattr(kv_cache, "fp8_prompt_attention", run)
-    monkeypatch.setattr(LayerKVCache, "_is_piece", lambda self, q: q.shape[2] > 8)
-    monkeypatch.setattr(LayerKVCache, "_plain", lambda self, x: False)
+    monkeypatch.setattr(kv_cache.LayerKVCache, "_is_piece", lambda self, q: q.shape[2] > 8)
+    monkeypatch.setattr(kv_cache.LayerKVCache, "_plain", lambda self, x: False)
     return calls
 
 
@@ -223,27 +213,29 @@ def operands(tokens: int):
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int8"])
 def test_a_prompt_and_its_pieces_are_near_bf16(counted, kind):
     q, k, v = operands(2 * TOKENS)
-    store = LayerKVCache((1, 2, 2 * TOKENS, 128), kind, fp8_attention=True)
+    cache = ModelKVCache(1, 2 * TOKENS, kind, freezes=False)
+    cache.fp8_attention = True
     found = []
     for part in (slice(0, TOKENS), slice(TOKENS, 2 * TOKENS)):
-        store.append(k[:, :, part], v[:, :, part])
-        found.append(store.attend(q[:, :, part]))
+        store = cache.append(0, k[:, :, part], v[:, :, part]).store
+        found.append(store.attend(q[:, :, part], None, 128**-0.5))
     expected = prompt_attention(q, k, v, scale=128**-0.5)
     assert counted == [TOKENS, TOKENS]
     assert sqnr(expected, torch.cat(found, 2)) > 18
     store.length.add_(1)  # as the replay of a graph does, which the host does not count
     for fp8_attention in (True, False):
         store.fp8_attention = fp8_attention
-        assert store.attend(q[:, :, part]).isnan().all()
+        assert store.attend(q[:, :, part], None, 128**-0.5).isnan().all()
 
 
 def test_stored_bytes_are_read_as_they_are(counted):
     q, k, v = operands(TOKENS)
     scales = torch.tensor([0.02]), torch.tensor([0.01])
-    store = LayerKVCache((1, 2, 50, 128), "fp8", scales=scales, fp8_attention=True)
-    store.append(k, v)
+    cache = ModelKVCache(1, 50, "fp8", scales=[scales])
+    cache.fp8_attention = True
+    store = cache.append(0, k, v).store
     stored = store.keys[:, :, :TOKENS], store.values[:, :, :TOKENS]
-    assert torch.equal(store.attend(q), fp8_prompt_attention(q, *stored, scales, scale=128**-0.5))
+    assert torch.equal(store.attend(q, None, 128**-0.5), fp8_prompt_attention(q, *stored, scales, scale=128**-0.5))
 
 
 def test_where_it_runs(monkeypatch):

@@ -9,7 +9,7 @@ from operation_counts import calls
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from octavo.inference.kv_cache import LayerKVCache
+from octavo.inference.kv_cache import ModelKVCache
 from octavo.ops import append_kv, cached_attention, launching, rotate_append
 from octavo.ops.attention import widened_attention
 from octavo.ops.launching import Cache
@@ -162,29 +162,28 @@ def test_what_does_not_fit_is_dropped():
 def test_a_graph_of_a_step_serves_every_step(kind, turned):
     """Every byte and result is that of an eager step. Beyond the room the result is NaN."""
     x = on_gpu((*projections(2, 24, 8, 2, 64, torch.bfloat16), *tables((2, 24, 64), torch.bfloat16)))
-    caches = eager, replayed = [LayerKVCache((2, 2, 24, 64), kind, device="cuda") for _ in range(2)]
+    caches = eager, replayed = [ModelKVCache(1, 24, kind) for _ in range(2)]
 
-    def step(cache: LayerKVCache, *given: Tensor) -> Tensor:
+    def step(cache: ModelKVCache, *given: Tensor) -> Tensor:
         if turned:
-            q, _ = cache.rotate_append(*given, keep_k=False)
+            q, appended = cache.rotate_append(0, *given)
         else:
             q, k, v = (t.unflatten(2, (-1, 64)).transpose(1, 2) for t in given[:3])
-            cache.append(k, v)
-        return cache.attend(q)
+            appended = cache.append(0, k, v)
+        return appended.store.attend(q, None, 0.1)
 
     for cache in caches:
         step(cache, *(t[:, :10] for t in x))
-        cache.freeze()
     at = [t[:, 10:11].clone() for t in x]
     graph, y = capture(lambda: step(replayed, *at), warm_up=1)
-    replayed.count.crop(1)
+    replayed.crop(1)
     for t in range(10, 24):
         for now, whole in zip(at, x, strict=True):
             now.copy_(whole[:, t : t + 1])
         graph.replay()
         assert torch.equal(y, step(eager, *at))
-    for one, other in ((eager.keys, replayed.keys), (eager.values, replayed.values), (eager.length, replayed.length)):
-        assert torch.equal(bits(one), bits(other))
+    for one, other in zip(*(cache.stores[0].buffers for cache in caches), strict=True):
+        assert one is None or torch.equal(bits(one), bits(other))
     graph.replay()
     assert y.isnan().all()
 
@@ -193,22 +192,21 @@ def test_a_graph_of_a_step_serves_every_step(kind, turned):
 def test_compiled_code_launches_the_kernels(kind):
     torch.compiler.reset()
     k, v, q = (torch.randn(2, h, 12, 64, device="cuda").bfloat16() for h in (2, 2, 8))
-    eager, compiled = (LayerKVCache((2, 2, 1 << 16, 64), kind, device="cuda") for _ in range(2))
+    eager, compiled = (ModelKVCache(1, 1 << 16, kind) for _ in range(2))
     for cache in (eager, compiled):
-        cache.append(k[:, :, :10], v[:, :, :10])
-        cache.freeze()
+        cache.append(0, k[:, :, :10], v[:, :, :10])
 
-    def step(cache: LayerKVCache, t: int) -> Tensor:
+    def step(cache: ModelKVCache, t: int) -> Tensor:
         here = slice(t, t + 1)
-        cache.append(k[:, :, here] * 2, v[:, :, here] * 2)
-        return cache.attend(q[:, :, here] * 2) * 2
+        appended = cache.append(0, k[:, :, here] * 2, v[:, :, here] * 2)
+        return appended.attend(q[:, :, here] * 2, None, 0.1) * 2
 
     fast = torch.compile(step, fullgraph=True, dynamic=False)
     actual, codes = run_and_get_code(fast, compiled, 10)
     assert calls(codes) == {"append_kv"}
     assert torch.equal(actual, step(eager, 10))
-    assert torch.equal(eager.keys.view(torch.uint8), compiled.keys.view(torch.uint8))
-    assert int(compiled.length) == 11
+    assert torch.equal(*(cache.stores[0].keys.view(torch.uint8) for cache in (eager, compiled)))
+    assert int(compiled.stores[0].length) == 11
     assert peak_of(lambda: fast(compiled, 10)) < compiled.nbytes // 4  # the cache is not copied
 
 

@@ -118,10 +118,10 @@ class Length:
 class LayerKVCache:
     """The keys and values of one layer, for inference: the buffers, `shape` [B, G, S, D], are overwritten in place.
 
-    `scales` are those of keys and of values, float32 with one element or G, positive; None computes them in a warm-up,
-    `per` "tensor" or "head", with a `margin` over the largest magnitude seen. `length` counts the tokens of all layers
-    of a model, and its owner advances it; None makes a count that `append` advances. With `fp8_attention`, long prompts
-    attend in E4M3 where that is faster.
+    `count` is that of all layers of a model: its owner advances it before new tokens are stored. `scales` are those of
+    keys and of values, float32 with one element or G, positive; None computes them in a warm-up, `per` "tensor" or
+    "head", with a `margin` over the largest magnitude seen. With `fp8_attention`, long prompts attend in E4M3 where
+    that is faster.
 
     The first `length` tokens of `keys` and `values` are in use; `k_scale` and `v_scale` are float32 [G], or None in
     BF16. `clipped`, int64 [2] on the device, counts the numbers of the keys and of the values that saturated or were
@@ -131,23 +131,19 @@ class LayerKVCache:
     def __init__(
         self,
         shape: Sequence[int],
-        dtype: str = "fp8",
+        dtype: str,
+        count: Length,
         *,
         scales: tuple[Tensor, Tensor] | None = None,
         per: str | None = None,
         margin: float | None = None,
-        device: torch.device | str = "cpu",
-        length: Length | None = None,
         fp8_attention: bool = False,
     ) -> None:
-        check_settings(dtype, per, margin)
         self.dtype, self.per = dtype, per or ("head" if dtype == "int8" else "tensor")
         self.margin = MARGINS.get(dtype, 1.0) if margin is None else margin
-        self.max_tokens, self.fp8_attention = int(shape[2]), fp8_attention
-        stored = DTYPES[dtype]
+        self.count, self.fp8_attention = count, fp8_attention
+        stored, device = DTYPES[dtype], count.tensor.device
         self.keys, self.values = (torch.zeros(*shape, dtype=stored, device=device) for _ in range(2))
-        self.count = Length(self.max_tokens, device) if length is None else length
-        self._counts = length is None
         self.clipped = torch.zeros(2, dtype=torch.int64, device=device)
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
@@ -167,20 +163,24 @@ class LayerKVCache:
         return self.count.tensor
 
     @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Keys, values, their scales and the length, as the operations take them."""
+        return self.keys, self.values, self.k_scale, self.v_scale, self.count.tensor
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values, scales included."""
-        return sum(t.nbytes for t in (self.keys, self.values, self.k_scale, self.v_scale) if t is not None)
+        return sum(t.nbytes for t in self.buffers[:4] if t is not None)
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Store the keys (after rotary embedding) and values of T new tokens, [B, G, T, D] each.
+    def append(self, k: Tensor, v: Tensor) -> "Appended":
+        """Store the keys (after rotary embedding) and values of T new tokens, [B, G, T, D] each, which are counted.
 
-        A RuntimeError if the cache has no room, or autograd records the tokens. The host does not see the replays of a
-        CUDA graph; when those overrun the cache, `attend` returns NaN instead.
+        A RuntimeError if autograd records the tokens. The host does not see the replays of a CUDA graph; when those
+        overrun the cache, `attend` returns NaN.
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError("a cache overwrites its buffers in place: call the model under torch.no_grad()")
-        if self._counts:
-            self.count.advance(k.shape[2])
+        appended = Appended(self, k, v, self.empty)
         if self.warming and k.numel():
             k, v = self.count.unpadded(k, v)
             self._widen_scales(k, v)
@@ -191,37 +191,34 @@ class LayerKVCache:
             self.keys[:, :, end - k.shape[2] : end] = k
             self.values[:, :, end - k.shape[2] : end] = v
         else:
-            append_kv(k, v, self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped)
+            append_kv(k, v, *self.buffers, self.clipped)
+        return appended
 
     def rotate_append(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, keep_k: bool, **norms: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """`append` after rotary embedding, see `octavo.ops.rotate_append`."""
-        if self._counts:
-            self.count.advance(q.shape[1])
-        buffers = self.keys, self.values, self.k_scale, self.v_scale, self.length
-        if not self.warming:
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **norms: Any
+    ) -> tuple[Tensor, "Appended"]:
+        """Rotated queries, and what `append` returns after rotary embedding, see `octavo.ops.rotate_append`."""
+        was_empty = self.empty
+        clipped = torch.zeros_like(self.clipped) if self.warming else self.clipped
+        keep_k = self.warming or (was_empty and q.shape[1] > 1)
+        q, keys = rotate_append(q, k, v, cos, sin, *self.buffers, clipped, keep_k=keep_k, **norms)
+        if keys is None:
             self.empty = False
-            return rotate_append(q, k, v, cos, sin, *buffers, self.clipped, keep_k=keep_k, **norms)
-        # The scales of a warm-up depend on the rotated keys, so keys and values are stored a second time with them.
-        q, keys = rotate_append(q, k, v, cos, sin, *buffers, torch.zeros_like(self.clipped), keep_k=True, **norms)
-        assert keys is not None
-        keys, values = self.count.unpadded(keys, v.view(*v.shape[:2], -1, keys.shape[3]).transpose(1, 2))
-        self._widen_scales(keys, values)
+            return q, Appended(self, None, None, was_empty)
+        values = v.view(*v.shape[:2], -1, keys.shape[3]).transpose(1, 2)
+        if self.warming:  # its scales depend on the rotated keys, so both are stored a second time with them
+            return q, self.append(keys, values)
         self.empty = False
-        append_kv(keys, values, *buffers, self.clipped)
-        return q, keys
+        return q, Appended(self, keys, values, was_empty)
 
-    def attend(self, q: Tensor, *, first: Tensor | None = None, scale: float | None = None) -> Tensor:
+    def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
         """Attention of the last T tokens' queries [B, H, T, D] over the stored ones (`octavo.ops.cached_attention`)."""
-        scale = q.shape[3] ** -0.5 if scale is None else scale
         if self._plain(q):
             end = int(self.length)
             return prompt_attention(q, self.keys[:, :, :end], self.values[:, :, :end], first=first, scale=scale)
         if self._is_piece(q):
             return self._attend_piece(q, first, scale)
-        buffers = self.keys, self.values, self.k_scale, self.v_scale, self.length
-        return cached_attention(q, *buffers, first=first, scale=scale)
+        return cached_attention(q, *self.buffers, first=first, scale=scale)
 
     def _is_piece(self, q: Tensor) -> bool:
         """True if q is a piece of a prompt, on a GPU, in code that may use the host's count of tokens."""
@@ -246,12 +243,6 @@ class LayerKVCache:
     def runs_fp8(self, q: Tensor, first: Tensor | None) -> bool:
         """True if the attention of the last T tokens [B, H, T, D] runs in FP8: T and the text are long enough."""
         return self.fp8_attention and self._is_piece(q) and is_faster_in_fp8(q, self.count.host, first)
-
-    def freeze(self) -> None:
-        """End the warm-up: the scales no longer change, and `restart` keeps them."""
-        if self.warming and self.empty:
-            raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
-        self.warming = False
 
     def restart(self) -> None:
         """Forget all tokens; the counts, which are on the device, stay. Frozen scales stay; a warm-up starts again."""
@@ -329,7 +320,7 @@ class Appended(NamedTuple):
             assert self.keys is not None
             assert self.values is not None
             return prompt_attention(q, self.keys, self.values, first=first, scale=scale)
-        return self.store.attend(q, first=first, scale=scale)
+        return self.store.attend(q, first, scale)
 
 
 class ModelKVCache:
@@ -384,13 +375,14 @@ class ModelKVCache:
         return sum(store.nbytes for store in self.stores)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        """`LayerKVCache.append` in one layer."""
+        """`LayerKVCache.append` in one layer. A RuntimeError too if the cache has no room."""
         if not self.stores:
             self._allocate(k, v)
         store = self._counted(layer, k.shape[2])
-        was_empty = store.empty
-        store.append(k, v)
-        return self._appended(store, k, v, was_empty)
+        appended = store.append(k, v)
+        if self.freezes:
+            store.warming = False
+        return appended
 
     def rotate_append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **norms: Any
@@ -400,16 +392,10 @@ class ModelKVCache:
         if not self.stores:
             self._allocate(*(x.view(*x.shape[:2], -1, cos.shape[-1]).transpose(1, 2) for x in (k, v)))
         store = self._counted(layer, q.shape[1])
-        was_empty = store.empty
-        q, keys = store.rotate_append(q, k, v, cos, sin, keep_k=was_empty and q.shape[1] > 1, **norms)
-        batch, _, tokens, dim = q.shape
-        values = v.view(batch, tokens, -1, dim).transpose(1, 2) if was_empty else None
-        return q, self._appended(store, keys, values, was_empty)
-
-    def _appended(self, store: LayerKVCache, keys: Tensor | None, values: Tensor | None, was_empty: bool) -> Appended:
-        if self.freezes and store.warming:
-            store.freeze()
-        return Appended(store, keys, values, was_empty)
+        q, appended = store.rotate_append(q, k, v, cos, sin, **norms)
+        if self.freezes:
+            store.warming = False
+        return q, appended
 
     def positions(self, tokens: Tensor) -> Tensor:
         """The positions of the next tokens [B, T] in their texts: int64 [1, T], or [B, T] with padding."""
@@ -431,11 +417,11 @@ class ModelKVCache:
         return self.dtype is not None and DTYPES[self.dtype] in LARGEST and self.scales is None
 
     def freeze(self) -> None:
-        """End the warm-up of every layer."""
-        if not self.stores:
+        """End the warm-up of every layer: the scales no longer change, and `reset` keeps them."""
+        if not self.stores or any(store.warming and store.empty for store in self.stores):
             raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
         for store in self.stores:
-            store.freeze()
+            store.warming = False
 
     def reset(self, *, scales: bool = False) -> None:
         """Forget all tokens and the count of clipped numbers; with `scales`, those of a warm-up too."""
@@ -480,18 +466,17 @@ class ModelKVCache:
                 LayerKVCache(
                     (batch, heads, self.max_tokens, dim),
                     self.dtype or NAMES[k.dtype],
+                    self.length,
                     scales=None if self.scales is None else self.scales[i],
                     per=self.per,
                     margin=self.margin,
-                    device=k.device,
-                    length=self.length,
                     fp8_attention=self.fp8_attention,
                 )
                 for i in range(self.layers)
             ]
         if not torch.compiler.is_compiling():  # as transformers' own caches do, so that CUDA graphs may write to them
             for store in self.stores:
-                for t in (store.keys, store.values, store.k_scale, store.v_scale, store.length, store.clipped):
+                for t in (*store.buffers, store.clipped):
                     if t is not None:
                         torch._dynamo.mark_static_address(t)
 
