@@ -87,14 +87,12 @@ class Experts(nn.Module):
             w_in, w_out = wide(w_in), wide(w_out)
             return x.to(dtype) @ w_in[0, : w_out.shape[2]].to(dtype).t() @ w_out[0].to(dtype).t()
         rows = ops.sort_by_expert(index, w_in.shape[0])
-        if self.recipe is None or not self.recipe.quantized:
-            return plain_experts(x.to(dtype), weight, rows, wide(w_in), wide(w_out))
         inner, outer = (expert_observer(self, leaf) for leaf in self.matrices)
         call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
-        call.recompute = self.recompute
-        if self.recipe.fusable is None:
+        if call is None or call.recipe.fusable is None:
             return plain_experts(x.to(dtype), weight, rows, w_in, w_out, call)
-        arguments = call, self.recipe.fusable, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
+        call.recompute = self.recompute
+        arguments = call, call.recipe.fusable, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
         return _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
@@ -306,15 +304,16 @@ def grouped_linear(layer: Any, x: Tensor, w: Tensor, offsets: Tensor, observer: 
     dtype = compute_dtype(x)
     if x.numel() == 0:
         return x.to(dtype) @ wide(w)[0].to(dtype).t()
-    if layer.recipe is None or not layer.recipe.quantized:
-        return plain_grouped_linear(x.to(dtype), wide(w), offsets)
-    return multiply_groups(x, w, offsets, grouped_call(layer, x, w, observer=observer))
+    call = grouped_call(layer, x, w, observer=observer)
+    return multiply_groups(x.to(dtype) if call is None else x, w, offsets, call)
 
 
 def grouped_call(
     layer: Any, x: Tensor, *weights: Tensor, observer: Observer | None, outer_observer: Observer | None = None
-) -> Call:
-    """The call of a layer with a recipe for the input `x`; raises the errors of `check_call`."""
+) -> Call | None:
+    """The call of a layer for the input `x`, None if no recipe casts; raises the errors of `check_call`."""
+    if layer.recipe is None or not layer.recipe.quantized:
+        return None
     check_call(layer, x, *weights)
     if not runs_experts(layer.recipe):
         raise ValueError(
@@ -328,11 +327,6 @@ def grouped_call(
 def wide(w: Tensor) -> Tensor:
     """The weights as numbers, where FSDP2 has gathered bytes."""
     return w.dequantize() if isinstance(w, GatheredWeight) else w
-
-
-def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """The grouped product in the dtype of x, by PyTorch."""
-    return F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
 
 
 # ---- A linear layer for each group of rows, as three grouped GEMMs with one quantization for each tensor.
@@ -413,9 +407,9 @@ def weight_gradient(
 
 
 def multiply_groups(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None) -> Tensor:
-    """y [M, N] of x [M, K] and w [E, N, K] by the recipe of `call`; by PyTorch without a call."""
+    """y [M, N] of x [M, K] and w [E, N, K] by the recipe of `call`; without one by PyTorch, in the dtype of x."""
     if call is None:
-        return plain_grouped_linear(x, w, offsets)
+        return F.grouped_mm(x, wide(w).to(x.dtype).transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
     call.has_backward = torch.is_grad_enabled()
     return _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
 
@@ -430,7 +424,7 @@ class _GroupedLinear(torch.autograd.Function):
         recipe, saved_x = call.recipe, None
         needs_w = call.has_backward and ctx.needs_input_grad[1]
         if recipe.y is None:
-            y = plain_grouped_linear(x.to(call.dtype), w, offsets)
+            y = multiply_groups(x.to(call.dtype), w, offsets, None)
         else:
             read_x, read_w = (ops.rotate(x), ops.rotate(w)) if "y" in recipe.rotate else (x, w)
             a, b = ops.quantize(read_x, recipe.y.a), quantized(read_w, w_data, s_w, recipe.y.b)
