@@ -203,15 +203,16 @@ def test_a_sliding_window_that_the_text_may_exceed():
         assert torch.equal(answers(fast, long, do_sample=False), required)
 
 
-def test_a_model_that_the_cache_does_not_serve():
-    model = model_of("gemma2", query_pre_attn_scalar=16, sliding_window=128).bfloat16()
+@pytest.mark.parametrize(("name", "reason"), [("gemma2", "softcap"), ("mamba", "attention from outside")])
+def test_a_model_that_the_cache_does_not_serve(name, reason):
+    model = model_of(name, query_pre_attn_scalar=16, sliding_window=128).bfloat16()
     asked = copy.deepcopy(model)
     accelerate_generate(asked, 128, kv_cache="fp8")
-    with pytest.raises(ValueError, match="softcap.*: open the model without kv_cache"):
+    with pytest.raises(ValueError, match=f"{reason}.*: open the model without kv_cache"):
         answers(asked, batch(), do_sample=False)
     fast = copy.deepcopy(model)
     accelerate_generate(fast, 128)
-    with pytest.warns(UserWarning, match="softcap"):
+    with pytest.warns(UserWarning, match=reason):
         assert torch.equal(answers(fast, batch(), do_sample=False), answers(model, batch(), do_sample=False))
 
 

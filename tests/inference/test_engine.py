@@ -330,10 +330,12 @@ def test_the_models_and_lengths_that_our_cache_serves_have_it():
 
 
 @pytest.mark.parametrize("count", [1, 24])
-@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "recurrent gemma", "doge", "diffllama"])
 def test_each_prompt_of_a_batch_has_the_tokens_of_transformers(name, count):
-    model = gemma2() if name == "gemma2" else model_of("mistral", sliding_window=20)
-    found = list(Engine(model, context=128, own_cache=True).generate(PROMPTS, count, GREEDY))
+    model = model_of(name, query_pre_attn_scalar=16, sliding_window=20, num_hidden_layers=3)
+    engine = open_engine(model, context=128, tokens=100)
+    found = list(engine.generate(PROMPTS, count, GREEDY))
+    assert engine.own_cache
     for row, prompt in zip(zip(*found, strict=True), PROMPTS, strict=True):
         ids = torch.tensor([prompt])
         settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}

@@ -180,7 +180,14 @@ class Engine:
         with self.alone():
             self._refresh()
             session = self._session(batch, begin + new - 1)
-            logits = session.prefill(prompts, piece)
+            try:
+                logits = session.prefill(prompts, piece)
+            except UnservedError:  # of the code of the model, which no configuration shows
+                if self.asked:
+                    raise
+                self.own_cache = True
+                session = self._session(batch, begin + new - 1)
+                logits = session.prefill(prompts)
             yield from decode(prompts.ids, new, logits, choose, session.step, stop, watched)
 
     def generate(

@@ -322,6 +322,16 @@ class Appended(NamedTuple):
             return prompt_attention(q, self.keys, self.values, first=first, scale=scale)
         return self.store.attend(q, first, scale)
 
+    def __getattr__(self, name: str) -> Any:
+        """Nothing: the code of some models takes it for a tensor, in front of their attention."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnservedError(f"the code of the model reads its keys or values itself ({name})")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        return cls.__getattr__(function, function.__name__)
+
 
 class ModelKVCache:
     """The KV caches of the layers of a model, for inference.

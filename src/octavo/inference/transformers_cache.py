@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
@@ -344,15 +344,20 @@ class OwnCacheSession:
     def __init__(self, model: Any) -> None:
         if CACHE not in (takes := inspect.signature(model.forward).parameters):
             raise UnservedError(f"{type(model).__name__} takes no cache: octavo.load(FOLDER).generate runs it")
-        self.model, self.takes_positions = model, "position_ids" in takes
+        self.model, self.takes = model, takes
         self.keeps = model._supports_logits_to_keep()
         self.cache: Any = None
         self.end = 0
         self.first: Tensor | None = None  # [B, 1], the first token of each row that is not padding; None if none is
 
     def prefill(self, prompts: Any, piece: int | None = None) -> Tensor:
-        """Logits [B, V] after the prompts."""
+        """Logits [B, V] after the prompts. An UnservedError if the model cannot leave their padding out."""
+        if any(prompts.padding) and "attention_mask" not in self.takes:
+            name = type(self.model).__name__
+            raise UnservedError(f"{name} takes no attention_mask: give prompts of one length, or one at a time")
         self.first, self.cache, self.end = prompts.first[:, None] if any(prompts.padding) else None, None, 0
+        if self.model._supports_default_dynamic_cache():  # RecurrentGemma returns none of its own
+            self.cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         return self._forward(prompts.ids)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -366,8 +371,8 @@ class OwnCacheSession:
         padded = {"logits_to_keep": last} if self.keeps else {}
         if self.first is not None:
             padded["attention_mask"] = (torch.arange(self.end, device=tokens.device) >= self.first).long()
-            if self.takes_positions:
+            if "position_ids" in self.takes:
                 padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, start:]
         output = self.model(input_ids=tokens, use_cache=True, **{CACHE: self.cache}, **padded)
-        self.cache = output[CACHE]
+        self.cache = output.get(CACHE, self.cache)
         return output.logits[:, -1]
