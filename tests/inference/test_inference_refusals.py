@@ -4,7 +4,7 @@ import pytest
 import torch
 from generation_examples import answers, batch, model_of, pair, prompts
 from tiny_models import built
-from transformers import DeepseekV3Config, Gemma2Config, Qwen3NextConfig
+from transformers import DeepseekV3Config, Gemma2Config, MllamaTextConfig, Qwen3NextConfig
 
 import octavo
 from octavo.calibration.calibrator import Calibration
@@ -84,7 +84,8 @@ ROWS = {
     "deepseek": (lambda: cache_of(DeepseekV3Config()), UnservedError, r"of one size, and no latents \(kv_lora"),
     "qwen3next": (lambda: cache_of(Qwen3NextConfig()), UnservedError, r"of the kind \['linear_attention'\]"),
     "rwkv": (lambda: OwnCacheSession(built("rwkv")), UnservedError, "takes no cache: octavo.load"),
-    "xlstm": (lambda: OwnCacheSession(built("xlstm")).prefill(pad_prompts([[1], [2, 3]], CPU)), UnservedError, "length"),
+    "mllama": (lambda: cache_of(MllamaTextConfig()), UnservedError, r"of the kind \['cross_attention'\]"),
+    "xlstm": (lambda: OwnCacheSession(built("xlstm")).prefill(pad_prompts([[1], [2, 3]], CPU)), ValueError, "length"),
     "no tokens": (lambda: cache_of(max_tokens=0), ValueError, "at least one token"),
     "dtype of a cache": (lambda: cache_of(dtype="e4m3"), ValueError, "unknown dtype 'e4m3'"),
     "warm-up": (lambda: cache_of(warm_up="never"), ValueError, "'prompt' or 'manual', got 'never'"),

@@ -176,6 +176,8 @@ def _check_model(config: Any, max_tokens: int) -> None:
     if key_dim != value_dim or getattr(config, "kv_lora_rank", None):  # DeepSeek's latents, whatever its heads
         raise UnservedError("QuantizedKVCache serves keys and values of one size, and no latents (kv_lora_rank)")
     kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "cross_attention_layers", None):  # of Mllama, which names no kinds
+        kinds.add("cross_attention")
     if other := kinds - {"full_attention", "sliding_attention"}:
         raise UnservedError(
             f"QuantizedKVCache serves attention over all tokens; the model has layers of the kind {sorted(other)}"
