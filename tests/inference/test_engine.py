@@ -330,7 +330,7 @@ def test_the_models_and_lengths_that_our_cache_serves_have_it():
 
 
 @pytest.mark.parametrize("count", [1, 24])
-@pytest.mark.parametrize("name", ["gemma2", "mistral", "recurrent gemma", "doge", "diffllama"])
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "recurrent gemma", "diffllama"])
 def test_each_prompt_of_a_batch_has_the_tokens_of_transformers(name, count):
     model = model_of(name, query_pre_attn_scalar=16, sliding_window=20, num_hidden_layers=3)
     engine = open_engine(model, context=128, tokens=100)

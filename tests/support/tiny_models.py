@@ -97,7 +97,6 @@ MODELS = {
     "mamba": ("MambaForCausalLM", UNLIMITED | {"state_size": 8}),
     "xlstm": ("xLSTMForCausalLM", UNLIMITED | {"num_heads": 4, "head_dim": ...}),
     "recurrent gemma": ("RecurrentGemmaForCausalLM", {"block_types": ["recurrent", "attention"], "head_dim": ...}),
-    "doge": ("DogeForCausalLM", {}),
     "diffllama": ("DiffLlamaForCausalLM", {}),
     "rwkv": ("RwkvForCausalLM", {"context_length": 64, "max_position_embeddings": ...}),
     "esm": ("EsmForMaskedLM", {"pad_token_id": 1, "mask_token_id": 4, "position_embedding_type": "rotary"}),

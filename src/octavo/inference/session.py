@@ -75,8 +75,8 @@ def key_shape(model: Any, dtype: str | None) -> KeyShape:
         kv_heads = getattr(own, "kv_heads", None)
     else:
         config = model.config.get_text_config(decoder=True)
-        layers, width = config.num_hidden_layers, config.hidden_size
-        heads = getattr(config, "num_attention_heads", 1)  # Mamba has no attention, and is not served
+        # Mamba has no attention, and is not served.
+        layers, heads, width = config.num_hidden_layers, getattr(config, "num_attention_heads", 1), config.hidden_size
         kv_heads, dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
     stored = key_dtype(model) if dtype is None else DTYPES[dtype]
     return KeyShape(layers, kv_heads or heads, dim or width // heads, stored)
