@@ -158,6 +158,7 @@ class Operation:
     parameters: tuple[str, ...] = ()  # the names of the parameters that it reads
     weight: tuple[str, ...] = ()  # the names of those, stacked if there are several, that are an operand of the product
     rows: int = 0  # that `weight` is multiplied by; positions of the output in a convolution
+    count: int = 1  # of equal operations of repeated modules, where one stands for all
 
 
 class _Owner(NamedTuple):

@@ -248,8 +248,8 @@ def test_a_llama_of_transformers(llama):
     assert flow.flops["forward"]["FP8"] == layers
     assert flow.flops["backward"]["FP8"] == 2 * layers
     assert {each.module for each in flow.left_out} == {"lm_head", "model.layers.*.self_attn"}
-    norms = [row for row in flow.rows if row.operation.module == "model.layers.*.input_layernorm"]
-    assert {row.operation.computes_in for row in norms if row.operation.kind != "cast"} == {"FP32"}
+    norms = [row for row in flow.rows if row.module == "model.layers.*.input_layernorm"]
+    assert {row.computes_in for row in norms if row.kind != "cast"} == {"FP32"}
     assert {row.count % 3 for row in norms} == {0}
 
 

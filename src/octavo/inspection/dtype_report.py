@@ -19,16 +19,7 @@ from octavo.nn.selection import select_linears
 from octavo.tracing import NAMES, PHASES, WIDTHS, Operation, Tracer
 from octavo.util import Table, percent, plural, some_of
 
-# ---- Folding the operations of repeated modules into one row.
-
-
-@dataclass(frozen=True)
-class Row:
-    """Equal operations of repeated modules."""
-
-    operation: Operation  # one of them, with * for the indices of its module and its parameters
-    count: int
-    flops: int  # of all of them
+# ---- Folding the operations of repeated modules into one.
 
 
 def patterns_of(model: nn.Module) -> dict[str, str]:
@@ -43,8 +34,9 @@ def patterns_of(model: nn.Module) -> dict[str, str]:
     return patterns
 
 
-def fold(operations: Iterable[Operation], patterns: Mapping[str, str]) -> list[Row]:
-    """The rows of `operations`, in the order of each row's first operation. `patterns`: `patterns_of` the model."""
+def fold(operations: Iterable[Operation], patterns: Mapping[str, str]) -> list[Operation]:
+    """Equal operations of repeated modules as one, with their `count`, the FLOPs of all, and * for the indices of its
+    module and parameters, in the order of the first of each. `patterns`: `patterns_of` the model."""
     rows: dict[Operation, tuple[int, int]] = {}
     for each in operations:
         owners = [name.rpartition(".") for name in each.parameters]
@@ -52,7 +44,7 @@ def fold(operations: Iterable[Operation], patterns: Mapping[str, str]) -> list[R
         key = replace(each, module=patterns[each.module], parameters=parameters, flops=0, weight=(), rows=0)
         count, flops = rows.get(key, (0, 0))
         rows[key] = count + 1, flops + each.flops
-    return [Row(key, count, flops) for key, (count, flops) in rows.items()]
+    return [replace(key, count=count, flops=flops) for key, (count, flops) in rows.items()]
 
 
 # ---- The products that do not run in FP8, each with its share of the FLOPs, and the modules that a pass never calls.
@@ -151,25 +143,23 @@ def totals_table(flops: Mapping[str, Mapping[str, int]]) -> Table:
     return Table("FLOPs by dtype", ("phase", "FLOPs", *dtypes), rows, ("FLOPs", *dtypes))
 
 
-def module_table(rows: Sequence[Row]) -> Table:
+def module_table(rows: Sequence[Operation]) -> Table:
     """One row for each module: the operations of each phase by dtype, and the share of the FLOPs."""
     total = sum(row.flops for row in rows) or 1
-    phases = [p for p in PHASES if any(row.operation.phase == p for row in rows)]
-    modules = list(dict.fromkeys(row.operation.module for row in rows))
+    phases = [phase for phase in PHASES if any(row.phase == phase for row in rows)]
     found = []
-    for module in modules:
-        own = [row for row in rows if row.operation.module == module]
+    for module in dict.fromkeys(row.module for row in rows):
+        own = [row for row in rows if row.module == module]
         share = sum(row.flops for row in own) / total
-        cells = [_by_dtype([row for row in own if row.operation.phase == phase]) for phase in phases]
+        cells = [_by_dtype([row for row in own if row.phase == phase]) for phase in phases]
         found.append((module or "(model)", percent(share) if share else "", *cells))
     return Table("modules", ("module", "FLOPs", *phases), found, ("FLOPs",), tuple(phases))
 
 
-def fp32_table(rows: Sequence[Row]) -> Table:
+def fp32_table(rows: Sequence[Operation]) -> Table:
     """The operations of the forward pass that compute in FP32, by reason: where, and why."""
     groups: dict[str, tuple[list[str], list[str]]] = {}
-    for row in rows:
-        each = row.operation
+    for each in rows:
         if each.phase == "forward" and each.computes_in == "FP32" and each.kind != "cast":
             names, modules = groups.setdefault(each.reason, ([], []))
             names.append(each.name)
@@ -191,10 +181,9 @@ def left_out_table(left_out: Sequence[LeftOut]) -> Table:
     return Table("products that do not run in FP8", columns, rows, ("count", "FLOPs"), ("why",))
 
 
-def _by_dtype(rows: Sequence[Row]) -> str:
+def _by_dtype(operations: Sequence[Operation]) -> str:
     """The operations with arithmetic by dtype, and the number of casts: "BF16 mm, FP32 mean mul, 2 casts"."""
-    operations, parts = [row.operation for row in rows], []
-    computing = [each for each in operations if each.kind not in ("cast", "copy")]
+    parts, computing = [], [each for each in operations if each.kind not in ("cast", "copy")]
     for dtype in reversed(WIDTHS):
         if names := [each.name for each in computing if each.computes_in == dtype]:
             parts.append(f"{dtype} {' '.join(dict.fromkeys(names))}")
@@ -224,8 +213,8 @@ class DtypeFlow:
         return {phase: dict(flops) for phase, flops in found.items() if flops}
 
     @property
-    def rows(self) -> list[Row]:
-        """The operations, equal ones of repeated modules in one row."""
+    def rows(self) -> list[Operation]:
+        """The operations, equal ones of repeated modules as one (`fold`)."""
         return fold(self.operations, self.patterns)
 
     def select(self, glob: str) -> "DtypeFlow":
@@ -247,18 +236,17 @@ class DtypeFlow:
     def operation_table(self) -> Table:
         """One row for each operation of each module, repeated modules folded."""
         found = []
-        for row in self.rows:
-            each = row.operation
+        for each in self.rows:
             flow = f"{'+'.join(each.inputs) or '-'} -> {'+'.join(each.outputs) or '-'}"
-            flops = f"{row.flops:.3g}" if row.flops else ""
+            flops = f"{each.flops:.3g}" if each.flops else ""
             name = each.module or "(model)"
-            found.append((each.phase, name, each.name, str(row.count), flow, each.adds_in, flops, each.reason))
+            found.append((each.phase, name, each.name, str(each.count), flow, each.adds_in, flops, each.reason))
         columns = ("phase", "module", "operation", "count", "dtypes", "sums in", "FLOPs", "why")
         return Table("operations", columns, found, ("count", "FLOPs"), ("why",))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: totals, the rows, the products outside of FP8 and the remarks."""
-        rows = [asdict(row.operation) | {"count": row.count, "flops": row.flops} for row in self.rows]
+        rows = list(map(asdict, self.rows))
         return {
             "model": self.model,
             "autocast": self.autocast,
