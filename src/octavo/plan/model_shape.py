@@ -200,10 +200,13 @@ def _llama(name: str, f: Fields) -> Architecture:
             f"{name}: num_attention_heads must divide hidden_size and be a multiple of num_key_value_heads; "
             f"got {heads}, {width} and {kv_heads}"
         )
-    attention, layers = _grouped_query(f, biased=known.qkv_bias and f.get("qkv_bias", True))
-    heads_norms = len(known.block.head_norms) * layers[0].outputs // attention.heads
-    attention = replace(attention, normed=attention.queries + attention.keys if heads_norms else 0)
-    depth, others = f["num_hidden_layers"], 2 * width + heads_norms
+    head, bias = f.get("head_dim") or width // heads, f.get("attention_bias", False)
+    q, kv, norms = heads * head, (kv_heads or heads) * head, len(known.block.head_norms)
+    attention = Attention(heads, q, kv, kv, q, normed=q + kv if norms else 0)
+    qkv_bias = bias or (known.qkv_bias and f.get("qkv_bias", True))
+    k_and_v = (Layer("qkv", width, kv, qkv_bias),) * 2
+    layers: tuple[Layer, ...] = (Layer("qkv", width, q, qkv_bias), *k_and_v, Layer("o", q, width, bias))
+    depth, others = f["num_hidden_layers"], 2 * width + norms * head
     dense = (*layers, *_swiglu(width, f["intermediate_size"], bias=f.get("mlp_bias", False)))
     blocks = [Block(depth, dense, attention, gated=True, others=others)]
     if experts := f.get("num_local_experts") or f.get("num_experts") or 0:
@@ -216,15 +219,6 @@ def _llama(name: str, f: Fields) -> Architecture:
         sparse = sum(i not in without and (i + 1) % step == 0 for i in range(depth))
         blocks = [replace(blocks[0], count=depth - sparse), Block(sparse, layers, attention, gated=True, others=others)]
     return _language_model(name, f, blocks, fused=known.fusable, others=width)
-
-
-def _grouped_query(f: Fields, *, biased: bool) -> tuple[Attention, tuple[Layer, ...]]:
-    width, heads = f["hidden_size"], f["num_attention_heads"]
-    head = f.get("head_dim") or width // heads
-    q, kv = heads * head, (f.get("num_key_value_heads") or heads) * head
-    bias = f.get("attention_bias", False) or biased
-    projections = (Layer("qkv", width, q, bias), Layer("qkv", width, kv, bias), Layer("qkv", width, kv, bias))
-    return Attention(heads, q, kv, kv, q), (*projections, Layer("o", q, width, f.get("attention_bias", False)))
 
 
 def _swiglu(width: int, hidden: int, *, bias: bool = False, copies: int = 1, active: int = 1) -> tuple[Layer, ...]:
