@@ -118,13 +118,17 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The result of the search."""
+class Bisection:
+    """The result of the search. `bisect` adds what its short runs tell."""
 
+    layers: tuple[str, ...]  # the names of all layers that the recipe converts
     whole: Trial  # the run with every part in FP8
-    gemms: tuple[str, ...]  # that cause the gap; all of the recipe if no smaller set does, and none without a gap
-    layers: tuple[Trial, ...]  # the groups that cause it, a group of one where the search went down to a layer
     trials: tuple[Trial, ...]  # in the order of the search
+    gemms: tuple[str, ...] = ()  # that cause the gap; all of the recipe if no smaller set does, and none without a gap
+    groups: tuple[Trial, ...] = ()  # of layers that cause it, of one layer where the search went down to it
+    losses: tuple[float, ...] = ()  # of the runs in BF16, by seed
+    steps: int = 0  # of each short run
+    runs: int = 0  # the short runs that the folder has
 
     @property
     def verdict(self) -> str:
@@ -133,7 +137,40 @@ class Finding:
             return "unresolved"
         if self.whole.mean < 0:
             return "lower"
-        return "found" if self.layers else "small"
+        return "found" if self.groups else "small"
+
+    @property
+    def spread(self) -> float:
+        """The relative standard deviation of the losses of BF16 between seeds."""
+        return statistics.stdev(self.losses) / statistics.fmean(self.losses)
+
+    @property
+    def causes(self) -> list[str]:
+        """The names of the layers that cause the gap."""
+        return [name for group in self.groups for name in group.part.layers or self.layers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "verdict": self.verdict,
+            "gap": self.whole.to_dict(),
+            "seeds_needed": self.whole.seeds_needed,
+            "gemms": list(self.gemms),
+            "layers": [self._trial(group) for group in self.groups],
+            "trials": [self._trial(trial) for trial in self.trials],
+            "bf16_losses": list(self.losses),
+            "bf16_spread": self.spread,
+            "steps": self.steps,
+            "runs": self.runs,
+        }
+
+    def _trial(self, trial: Trial) -> dict[str, Any]:
+        return {
+            "gemms": list(trial.part.gemms),
+            "layers": list(self.layers if trial.part.layers is None else trial.part.layers),
+            "gap": trial.to_dict(),
+            "share": trial.share_of(self.whole) if self.whole.mean else None,
+        }
 
 
 @dataclass(eq=False)
@@ -146,10 +183,10 @@ class Search:
     least: float
     _trials: dict[Part, Trial] = field(default_factory=dict)
 
-    def run(self) -> Finding:
+    def run(self) -> Bisection:
         whole = self._try(Part(self.gemms))
         if not whole.resolved or whole.mean < self.least:
-            return Finding(whole, (), (), tuple(self._trials.values()))
+            return Bisection(self.layers, whole, tuple(self._trials.values()))
         gemms = self._find_gemms(whole)
         found = tuple(self._find_all_layers(gemms))
         # The remedies: the whole without the GEMMs that cause the gap, and the whole without the layers.
@@ -158,7 +195,7 @@ class Search:
             self._try(Part(others))
         if rest := tuple(name for name in self.layers if name not in causes):
             self._try(Part(self.gemms, rest))
-        return Finding(whole, gemms, found, tuple(self._trials.values()))
+        return Bisection(self.layers, whole, tuple(self._trials.values()), gemms, found)
 
     def _find_gemms(self, whole: Trial) -> tuple[str, ...]:
         for count in range(1, len(self.gemms)):
@@ -398,52 +435,6 @@ LEAST = 0.0005
 STEPS = 200  # of a short run, at most, unless they are given
 
 
-@dataclass(frozen=True)
-class Bisection:
-    """The result of `bisect`."""
-
-    finding: Finding  # the gap and its causes
-    layers: tuple[str, ...]  # the names of all layers that the recipe converts
-    losses: tuple[float, ...]  # of the runs in BF16, by seed
-    steps: int  # of each short run
-    runs: int  # the short runs that the folder has
-
-    @property
-    def spread(self) -> float:
-        """The relative standard deviation of the losses of BF16 between seeds."""
-        return statistics.stdev(self.losses) / statistics.fmean(self.losses)
-
-    @property
-    def causes(self) -> list[str]:
-        """The names of the layers that cause the gap."""
-        return [name for trial in self.finding.layers for name in trial.part.layers or self.layers]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        found = self.finding
-        return {
-            "verdict": found.verdict,
-            "gap": found.whole.to_dict(),
-            "seeds_needed": found.whole.seeds_needed,
-            "gemms": list(found.gemms),
-            "layers": [self._trial(trial) for trial in found.layers],
-            "trials": [self._trial(trial) for trial in found.trials],
-            "bf16_losses": list(self.losses),
-            "bf16_spread": self.spread,
-            "steps": self.steps,
-            "runs": self.runs,
-        }
-
-    def _trial(self, trial: Trial) -> dict[str, Any]:
-        whole = self.finding.whole
-        return {
-            "gemms": list(trial.part.gemms),
-            "layers": list(self.layers if trial.part.layers is None else trial.part.layers),
-            "gap": trial.to_dict(),
-            "share": trial.share_of(whole) if whole.mean else None,
-        }
-
-
 def bisect(
     config: Config,
     out: str | Path,
@@ -488,9 +479,9 @@ def bisect(
         raise ConfigError(f"the recipe {config.recipe} runs no GEMM in FP8: there is no gap to bisect")
     with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run, progress).opened() as runs:
         whole = runs.run(Part(gemms), config.seed)
-        finding = Search(lambda part: runs.gap(part, seeds), gemms, whole.converted, least).run()
+        found = Search(lambda part: runs.gap(part, seeds), gemms, whole.converted, least).run()
         losses = tuple(runs.run(BF16, config.seed + seed).loss for seed in range(seeds))
-        return Bisection(finding, whole.converted, losses, length, len(runs.runs))
+        return replace(found, losses=losses, steps=length, runs=len(runs.runs))
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -183,33 +183,32 @@ def _print_run(run: ShortRun, count: int) -> None:
 
 
 def _print_trials(found: Bisection) -> None:
-    whole = found.finding.whole
     rows = [
         {
             "in FP8": ", ".join(trial.part.gemms), "layers": _layers(trial.part, found.layers),
             "gap": f"{trial.mean:+.2%}", "+-": f"{trial.half_width:.2%}",
-            "share": f"{trial.share_of(whole):.0%}" if whole.mean else "",
+            "share": f"{trial.share_of(found.whole):.0%}" if found.whole.mean else "",
             "": "" if trial.resolved else "within the noise",
         }
-        for trial in found.finding.trials
+        for trial in found.trials
     ]  # fmt: skip
     print_rows(rows, prose=("layers",), title="short runs against BF16")
     say(f"The losses of BF16 with other seeds differ by {found.spread:.2%} (standard deviation).")
 
 
 def _verdict(found: Bisection, seeds: int, least: float) -> list[str]:
-    finding, gap = found.finding, found.finding.whole
+    gap = found.whole
     size = f"{gap.mean:+.2%} +- {gap.half_width:.2%} after {found.steps} steps with {seeds} seeds"
-    if finding.verdict == "unresolved":
+    if found.verdict == "unresolved":
         if gap.seeds_needed is None:
             return [f"No gap can be resolved: {size}. FP8 and BF16 have the same losses."]
         return [f"No gap can be resolved: {size}.", _advice(gap, least)]
-    if finding.verdict == "small":
+    if found.verdict == "small":
         return [f"The gap is smaller than --least: {size}. There is nothing to find."]
-    if finding.verdict == "lower":
+    if found.verdict == "lower":
         return [f"FP8 has the lower loss: {size}. There is nothing to find."]
-    lines = [f"FP8 raises the loss: {size}.", f"GEMM: {' and '.join(finding.gemms)}"]
-    for trial in finding.layers:
+    lines = [f"FP8 raises the loss: {size}.", f"GEMM: {' and '.join(found.gemms)}"]
+    for trial in found.groups:
         lines.append(f"layers: {_layers(trial.part, found.layers)}, {trial.share_of(gap):.0%} of the gap")
     return [*lines, *_remedies(found)]
 
@@ -225,13 +224,13 @@ def _advice(gap: Trial, least: float) -> str:
 def _remedies(found: Bisection) -> list[str]:
     from octavo.bisection import Part
 
-    finding, gemms = found.finding, found.finding.whole.part.gemms
-    gaps = {trial.part: f"{trial.mean:+.2%} +- {trial.half_width:.2%}" for trial in finding.trials}
-    others = tuple(name for name in gemms if name not in finding.gemms)
+    gemms = found.whole.part.gemms
+    gaps = {trial.part: f"{trial.mean:+.2%} +- {trial.half_width:.2%}" for trial in found.trials}
+    others = tuple(name for name in gemms if name not in found.gemms)
     rest = tuple(name for name in found.layers if name not in found.causes)
     lines = []
     if others:
-        keeps = f"--bf16-gemms {' '.join(finding.gemms)} keeps {' and '.join(finding.gemms)} in BF16 in all layers"
+        keeps = f"--bf16-gemms {' '.join(found.gemms)} keeps {' and '.join(found.gemms)} in BF16 in all layers"
         lines.append(f"{keeps}: {gaps[Part(others)]}")
     if rest:
         lines.append(f"--skip {' '.join(found.causes)} keeps these layers in BF16: {gaps[Part(gemms, rest)]}")

@@ -53,10 +53,10 @@ def test_a_layer_that_is_broken_in_fp8_is_named(settings, tmp_path, monkeypatch,
 
     monkeypatch.setattr(trained_model, "convert", convert_and_break)
     found = bisect(settings(skip=("*.self_attn.[qkv]*",), **model), tmp_path / "out", seeds=2)
-    assert (found.finding.verdict, found.finding.gemms, found.causes) == ("found", gemms, [layer])
-    others = found.finding.trials[-1]  # all but the layer in FP8
+    assert (found.verdict, found.gemms, found.causes) == ("found", gemms, [layer])
+    others = found.trials[-1]  # all but the layer in FP8
     assert others.part.layers == tuple(name for name in found.layers if name != layer)
-    assert abs(others.mean) < 0.1 * found.finding.whole.mean
+    assert abs(others.mean) < 0.1 * found.whole.mean
 
 
 def test_a_layer_in_adapters_has_its_name_in_the_model(settings, tmp_path):
@@ -79,9 +79,9 @@ def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(linear_function, "_dw", negated)
     skip = ("*.q_proj", "*.k_proj", "*.v_proj")
     found = bisect(settings(recipe="tensorwise", skip=skip), tmp_path / "out", seeds=2)
-    assert (found.finding.verdict, found.finding.gemms) == ("found", ("dw",))
-    [y_and_dx] = [trial for trial in found.finding.trials if trial.part.gemms == ("y", "dx")]
-    assert abs(y_and_dx.mean) < 0.1 * found.finding.whole.mean
+    assert (found.verdict, found.gemms) == ("found", ("dw",))
+    [y_and_dx] = [trial for trial in found.trials if trial.part.gemms == ("y", "dx")]
+    assert abs(y_and_dx.mean) < 0.1 * found.whole.mean
 
 
 def test_a_sound_recipe_has_no_gap_to_resolve(settings, tmp_path):
@@ -89,8 +89,8 @@ def test_a_sound_recipe_has_no_gap_to_resolve(settings, tmp_path):
     hooks = {"on_run": lambda run, count: made.append(run), "progress": lambda *each: done.append(each)}
     found = bisect(settings(), tmp_path / "out", steps=6, **hooks)
     assert done == [(step, 6, f"short run {run}") for run in range(1, 7) for step in range(1, 7)]
-    assert (found.finding.verdict, found.causes, found.steps) == ("unresolved", [], 6)
-    assert found.finding.whole.seeds_needed > 3
+    assert (found.verdict, found.causes, found.steps) == ("unresolved", [], 6)
+    assert found.whole.seeds_needed > 3
     expected = [(gemms, seed, 6) for seed in range(3) for gemms in (("y", "dx", "dw"), ())]
     assert [(run.part.gemms, run.seed, len(run.losses)) for run in made] == expected
     again = bisect(settings(), tmp_path / "out", steps=6, on_run=lambda run, count: pytest.fail("it is remembered"))

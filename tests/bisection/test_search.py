@@ -28,7 +28,7 @@ def search(effect, noise=0.001, least=0.0):
 
 
 def causes(found):
-    return [trial.part.layers for trial in found.layers]
+    return [trial.part.layers for trial in found.groups]
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -87,7 +87,7 @@ def test_the_cause_is_found(name):
 )
 def test_no_gap_to_search_ends_the_search(gap, noise, least, verdict):
     found = search(lambda gemms, layers: gap, noise, least)
-    assert (found.verdict, found.gemms, found.layers) == (verdict, (), ())
+    assert (found.verdict, found.gemms, found.groups) == (verdict, (), ())
     assert [trial.part for trial in found.trials] == [Part(GEMMS)]
     assert search(lambda gemms, layers: 0.03, least=0.02).verdict == "found"
 
