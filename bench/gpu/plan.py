@@ -38,7 +38,7 @@ from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, Row, benchmark, host_once, once, sized
 from bench.gpu.ranks import profiled
 from octavo.nn.parallel_weights import local_part
-from octavo.plan.cases import TrainingPlan, find_architecture
+from octavo.plan.cases import TrainingPlan, built_in_architecture
 from octavo.plan.setup import make_setup
 from octavo.rates.measured import known_gpus
 from octavo.scales import cast_once
@@ -128,7 +128,7 @@ def with_plan(row: Row) -> Row:
     if wanted not in CONFIGURATIONS:
         raise ValueError(f"no configuration of bench.gpu.plan has the recipe, checkpointing and GPUs of {row}")
     config, gpu = configured(row["model"], *wanted), known_gpus()[row["gpu"]]
-    plan = TrainingPlan(make_setup(find_architecture("", config), config, gpu, row["gpus"]))
+    plan = TrainingPlan(make_setup(built_in_architecture(config), config, gpu, row["gpus"]))
     memory, time = plan.memory, plan.time
     figures = {"peak_bytes": memory.peak, "seconds": time.total, "memory": memory.parts, "time": time.parts}
     errors = {} if "error" in row else {"time": time.total / row["seconds"] - 1}

@@ -10,7 +10,7 @@ from bench.gpu.plan import HOST_MODES, HOSTED, KINDS, LARGEST, MODELS, with_plan
 from bench.report.filler import Fields, Result, Rows
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs
-from octavo.plan.cases import Case, TrainingPlan, find_architecture
+from octavo.plan.cases import Case, TrainingPlan, built_in_architecture, find_architecture
 from octavo.plan.serving import Server, find_scheme, plan_serving
 from octavo.plan.setup import Setup, make_setup
 from octavo.plan.step_time import STACKED_GATE, Pass
@@ -52,7 +52,7 @@ def training(
     reduced_in_fp32: bool = False, **settings: Any,
 ) -> TrainingPlan:  # fmt: skip
     """The plan of a preset's shape, of so many layers (0: its own); `blocks_alone` has no embedding and no head."""
-    model = find_architecture(name, Config())
+    model = find_architecture(name)
     if layers:
         model = replace(model, blocks=(replace(model.blocks[0], count=layers),))
     if blocks_alone:
@@ -161,7 +161,7 @@ def serving_errors(results: dict[str, Result]) -> Rows:
     for name, key, gpu, mode, scheme, batch, context, cache, attention in SERVED:
         found = results[name][key]
         layers = found.get("layers") or results[name]["layers"]
-        model = find_architecture("llama-3-8b", Config())
+        model = find_architecture("llama-3-8b")
         model = replace(model, blocks=(replace(model.blocks[0], count=layers),))
         server = Server(model, find_scheme(scheme), find_gpu(gpu), 1, batch, context, cache, attention)
         plan = plan_serving(server)
@@ -197,7 +197,7 @@ def host_errors(results: dict[str, Result]) -> Rows:
     for row in results["gpu_offload"]["rows"]:
         for kind, (settings, _) in KINDS.items():
             found, config = row[kind], HOSTED.change(**HOST_MODES[row["mode"]], **settings)
-            plan = TrainingPlan(make_setup(find_architecture("", config), config, find_gpu("h200"), 1))
+            plan = TrainingPlan(make_setup(built_in_architecture(config), config, find_gpu("h200"), 1))
             gb = compared(plan.memory.peak / 1e9, found["peak_bytes"] / 1e9)
             host = compared(plan.memory.offloaded / 1e9, row["host_bytes"] / 1e9)
             s = compared(plan.time.total, found["seconds"])

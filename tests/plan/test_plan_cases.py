@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.checkpoint.folder import RunFolder
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
-from octavo.plan.cases import Case, find_architecture, find_runs, model_presets, parse_count
+from octavo.plan.cases import Case, built_in_architecture, find_architecture, find_runs, model_presets, parse_count
 from octavo.plan.model_shape import describe_architecture
 from octavo.plan.setup import find_gemms
 from octavo.rates.measured import find_gpu, known_gpus
@@ -168,11 +168,11 @@ def test_a_model_has_the_parameters_that_it_has_in_transformers(name, changes):
 )
 def test_the_published_counts(name, billions):
     digits = 1e-9 if len(str(billions)) > 8 else 0.008
-    assert find_architecture(name, Config()).parameters / 1e9 == pytest.approx(billions, rel=digits)
+    assert find_architecture(name).parameters / 1e9 == pytest.approx(billions, rel=digits)
 
 
 def test_experts_count_once_in_memory_and_by_use_in_time():
-    mixtral = find_architecture("mixtral-8x7b", Config())
+    mixtral = find_architecture("mixtral-8x7b")
     assert mixtral.active_parameters / 1e9 == pytest.approx(12.75, rel=1e-2)  # arXiv:2401.04088 says 13 billion active
 
 
@@ -197,8 +197,8 @@ def test_octavos_own_models_are_counted_exactly(config, settings, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     architecture = describe_architecture("ours", fields)
     own = Config.from_dict(SMALL | {"kv_heads": 2, "mlp_width": 96, "tokenizer": "bpe"} | settings)
-    found = [architecture, find_architecture("", own)]
-    found += [find_architecture(str(path), Config()) for path in (tmp_path, tmp_path / "config.json")]
+    found = [architecture, built_in_architecture(own)]
+    found += [find_architecture(str(path)) for path in (tmp_path, tmp_path / "config.json")]
     assert {each.parameters for each in found} == {count(model)}
     if not isinstance(config, MixtureConfig):
         linears = [m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
@@ -227,11 +227,11 @@ def test_octavos_own_models_are_counted_exactly(config, settings, tmp_path):
 def test_a_config_that_cannot_be_read(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        find_architecture(str(tmp_path), Config())
+        find_architecture(str(tmp_path))
 
 
 def test_a_dit_block_counts_as_one_written_in_pytorch():
     width, mlp = 1152, 4 * 1152
     layers = [(width, 3 * width), (width, width), (width, mlp), (mlp, width), (width, 6 * width)]
     expected = sum(count(nn.Linear(k, n, device="meta")) for k, n in layers)
-    assert math.isclose(find_architecture("dit-xl-2", Config()).blocks[0].parameters, expected)
+    assert math.isclose(find_architecture("dit-xl-2").blocks[0].parameters, expected)

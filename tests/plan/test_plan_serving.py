@@ -15,7 +15,6 @@ from octavo.plan.cases import Case, find_architecture
 from octavo.plan.model_shape import Architecture, Layer
 from octavo.plan.serving import ServingPlan, find_speeds, weight_bytes
 from octavo.rates.measured import _read, find_gpu
-from octavo.train.config import Config
 
 MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/gpu_serve.json").read_text())
 
@@ -55,7 +54,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
 # ---- The bytes of packed weights, and the speed of each scheme where it was measured and where it was not
 
 
-LLAMA = find_architecture("llama-3.1-8b", Config())
+LLAMA = find_architecture("llama-3.1-8b")
 
 
 def with_layers(*layers: Layer) -> Architecture:

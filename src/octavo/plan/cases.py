@@ -244,11 +244,8 @@ def model_presets() -> dict[str, dict[str, Any]]:
     return json.loads((files("octavo.plan") / "models.json").read_text())
 
 
-def find_architecture(model: str, config: Config) -> Architecture:
-    """The architecture of `model`: a preset, a Hugging Face folder, a config.json, or "" for Octavo's own model of the
-    sizes in `config`."""
-    if model == "":
-        return _built_in(config)
+def find_architecture(model: str) -> Architecture:
+    """The architecture of `model`: a preset, a Hugging Face folder, or a config.json."""
     if model.lower() in model_presets():
         return describe_architecture(model.lower(), model_presets()[model.lower()])
     path = Path(model)
@@ -269,7 +266,7 @@ def find_architecture(model: str, config: Config) -> Architecture:
     return positive_sizes(describe_architecture(str(path), read_json(path)))
 
 
-def _built_in(config: Config) -> Architecture:
+def built_in_architecture(config: Config) -> Architecture:
     """Octavo's own model of the sizes in `config`. The settings of its tokenizer say how many tokens that has."""
     vocabulary = known_vocabulary(config)
     if vocabulary is None:
@@ -357,10 +354,10 @@ class Case:
         """The model's layers, and its own settings, or those given with the defaults of a plan."""
         if (own := self._own_settings(preset)) is not None:
             if own.model not in BUILT_IN_MODELS:
-                return find_architecture(own.model, own), own
-            return replace(find_architecture("", own), name=self.model), own
+                return find_architecture(own.model), own
+            return replace(built_in_architecture(own), name=self.model), own
         config = Config().change(**self.settings)
-        model = find_architecture(self.model, config)
+        model = find_architecture(self.model)
         if size := next((f"--{name.replace('_', '-')}" for name in _SIZES if name in self.settings), ""):
             raise ValueError(f"{model.name} has sizes of its own: leave out {size}, or plan a TOML file of settings")
         if not model.vocabulary and "context" in self.settings and config.context != model.context:
