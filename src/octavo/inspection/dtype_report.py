@@ -1,6 +1,6 @@
 """The report of a model's dtypes: traced, grouped by pattern, and shown as tables."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -72,18 +72,16 @@ def find_left_out(model: nn.Module, operations: Sequence[Operation], patterns: d
         reasons = {layer.name: layer.reason for layer in select_linears(model)}
     dimensions = {name: p.ndim for name, p in model.named_parameters()}
     total = sum(each.flops for each in operations) or 1
-    groups: dict[tuple[str, str, str, str], tuple[set[str], int]] = {}
+    groups: defaultdict[tuple[str, str, str, str], list[Operation]] = defaultdict(list)
     for each in operations:
         if each.flops and each.computes_in != "FP8":
             stacked = any(dimensions[name] > 2 for name in each.parameters)
             what, reason = _explain(each, modules[each.module], reasons.get(each.module, ""), stacked=stacked)
-            key = patterns[each.module], what, each.computes_in, reason
-            names, flops = groups.get(key, (set(), 0))
-            groups[key] = names | {each.module}, flops + each.flops
-    found = [
-        LeftOut(pattern, len(names), what, dtype, flops / total, reason)
-        for (pattern, what, dtype, reason), (names, flops) in groups.items()
-    ]
+            groups[patterns[each.module], what, each.computes_in, reason].append(each)
+    found = []
+    for (pattern, what, dtype, reason), group in groups.items():
+        count, share = len({each.module for each in group}), sum(each.flops for each in group) / total
+        found.append(LeftOut(pattern, count, what, dtype, share, reason))
     return tuple(sorted(found, key=lambda each: -each.share))
 
 
