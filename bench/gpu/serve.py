@@ -199,7 +199,7 @@ def gemm(m: int, n: int, k: int) -> Result:
     a, bs = quantize(x, Cast()), [quantize(w, Cast()) for w in wide]
 
     def ours(b: QTensor) -> Tensor:
-        return scaled_mm_triton(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True)
+        return scaled_mm_triton(Operands.of(a, b), None, torch.bfloat16, True)
 
     def native(b: QTensor) -> Tensor:
         return scaled_mm_cublaslt(Operands.of(a, b), None, torch.bfloat16, True)

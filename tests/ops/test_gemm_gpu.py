@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import ROUNDOFF, errors_and_bounds, on_gpu, operands, row_norm, wide, wide_in_bf16
-from gpus import ONLY_HOPPER, poison, replayed
+from gpus import ONLY_HOPPER, poison, replayed, tiled
 
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
@@ -55,11 +55,11 @@ def ours(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, til
     from octavo.ops.kernels import block_scaled_gemm, gemm  # import Triton, which a CPU build of PyTorch does not have
 
     poison()
-    if a.granularity.outer:
-        how = gemm.Tiling(*tiling) if tiling else None
-        return gemm.scaled_mm(a.data, a.scale, b.data, b.scale, bias, dtype, fast, how, residual)
-    how = block_scaled_gemm.Tiling(*tiling) if tiling else None
-    return block_scaled_gemm.scaled_mm(Operands.of(a, b), bias, dtype, residual, how)
+    by_row, operands = a.granularity.outer, Operands.of(a, b)
+    with tiled(gemm if by_row else block_scaled_gemm, tiling):
+        if by_row:
+            return gemm.scaled_mm(operands, bias, dtype, fast, residual)
+        return block_scaled_gemm.scaled_mm(operands, bias, dtype, residual)
 
 
 def check(y: torch.Tensor, a: QTensor, b: QTensor, bias=None, fast=True, widen=wide) -> None:

@@ -164,9 +164,9 @@ def calls_of_products(capability: int) -> Iterator[Call]:
     offsets, packed, stack = torch.zeros(8, dtype=torch.int32), on_cpu(4096, 4096), on_cpu(8, 512, 4096)
     for m, by in product((1, 64, 128), (ROW, group(128))):
         given = on_cpu(m, 4096, dtype=HALF), packed, ones(by.scale_shape((4096, 4096))), by, None, None
-        yield "weight_only", "weight_only_mm", (*given, Around(), None, native)
+        yield "weight_only", "weight_only_mm", (*given, Around(), native)
         if m == 1 and by == ROW:
-            yield "weight_only", "weight_only_mm", (*given, Around(ones(4096), 1e-5, True), None, native)
+            yield "weight_only", "weight_only_mm", (*given, Around(ones(4096), 1e-5, True), native)
     for m in (16, 8192):
         given = on_cpu(m, 4096, dtype=HALF), stack, ones(8, 512, 1), ROW, offsets
         yield "grouped_gemm", "grouped_weight_only_mm", (*given, native)
@@ -184,7 +184,8 @@ def calls_of_products(capability: int) -> Iterator[Call]:
         scales = (ones(m, 1), ones(1000, 1)) if dtype == E4M3 else (None, None)
         yield "gemm", "ordered_mm", (a, b, *scales, on_cpu(1000, dtype=HALF), on_cpu(m, 1000, dtype=HALF))
     for m in (1, 64):
-        yield "gemm", "scaled_mm", (on_cpu(m, 4096), ones(m, 1), packed, ones(4096, 1), None, HALF, False)
+        operands = Operands(on_cpu(m, 4096), packed, ones(m, 1), ones(4096, 1), ROW, ROW)
+        yield "gemm", "scaled_mm", (operands, None, HALF, False)
     for m, size in product((1, 64, 4096), (32, 64, 128)):
         scales, by = ones(4096, 4096 // size), group(size)
         operands = Operands(on_cpu(m, 4096), packed, scales[:m], scales, by, by)
@@ -251,9 +252,10 @@ def adds_in_registers(compiled) -> bool:
 @pytest.mark.parametrize("m", [16, 64])
 def test_promoted_sums_of_small_m_are_added_in_registers(capability, m, monkeypatch):
     kernel, compiled = compiled_for(capability, "gemm", monkeypatch)
-    given = on_cpu(m, 4096), ones(m, 1), on_cpu(4096, 4096), ones(4096, 1), None, HALF
+    operands = Operands(on_cpu(m, 4096), on_cpu(4096, 4096), ones(m, 1), ones(4096, 1), ROW, ROW)
+    monkeypatch.setattr(kernel, "choose", lambda *_: kernel.Tiling(64, 256, 4, 4))
     for fast in (False, True):
-        kernel.scaled_mm(*given, fast, kernel.Tiling(64, 256, 4, 4))
+        kernel.scaled_mm(operands, None, HALF, fast)
     assert compiled.fit()
     assert [adds_in_registers(each) for each in compiled] == [True, False]
 

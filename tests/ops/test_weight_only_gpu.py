@@ -7,7 +7,7 @@ import pytest
 import torch
 import weight_only_examples as examples
 from gemm_examples import on_gpu
-from gpus import no_waits, poison, replayed
+from gpus import no_waits, poison, replayed, tiled
 
 from octavo.numerics import QTensor
 from octavo.ops import grouped_weight_only_mm, weight_only_mm
@@ -28,8 +28,8 @@ def product(x, w: QTensor, bias=None, residual=None, tiling=(), native: bool | N
     from octavo.ops.kernels import weight_only as kernel
 
     poison()
-    how = kernel.Tiling(*tiling) if tiling else None
-    return kernel.weight_only_mm(x, w.data, w.scale, w.granularity, bias, residual, Around(), how, native)
+    with tiled(kernel, tiling):
+        return kernel.weight_only_mm(x, w.data, w.scale, w.granularity, bias, residual, Around(), native)
 
 
 @pytest.mark.parametrize("native", [False, True])

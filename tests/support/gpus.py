@@ -26,6 +26,15 @@ def poison() -> None:
     del blocks
 
 
+@contextmanager
+def tiled(kernel, tiling):
+    """Within the block a file of kernels launches in a tiling of these numbers; in those that it chooses, for none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if tiling:
+            patch.setattr(kernel, "choose", lambda *_: kernel.Tiling(*tiling))
+        yield
+
+
 def capture(call, warm_up: int = 0) -> tuple:
     """A graph of a call, which runs so many times before, and what its replays write."""
     side = torch.cuda.Stream()

@@ -186,8 +186,7 @@ def _scaled_mm(
         added = None if residual is None else residual.contiguous()
         if not operands.by_a.outer:
             return block_scaled_gemm.scaled_mm(operands, bias, out_dtype, added)
-        a, b, scale_a, scale_b, _, _ = operands
-        return gemm.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast, residual=added)
+        return gemm.scaled_mm(operands, bias, out_dtype, fast, added)
     if backend in ("emulated", "none"):
         y = scaled_mm_reference(operands)
         y = (y if bias is None else y.add_(bias)).to(out_dtype)

@@ -38,16 +38,9 @@ class Tiling(NamedTuple):
 
 
 def scaled_mm(
-    operands: Operands,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    tiling: Tiling | None = None,
+    operands: Operands, bias: Tensor | None, out_dtype: torch.dtype, residual: Tensor | None = None
 ) -> Tensor:
-    """Same as `scaled_mm` of the operation, for a in groups along K and b in the same groups, or in square blocks.
-
-    tiling: None chooses one.
-    """
+    """Same as `scaled_mm` of the operation, for a in groups along K and b in the same groups, or in square blocks."""
     a, b, scale_a, scale_b, by_a, by_b = operands
     (m, n), group = (a.shape[0], b.shape[0]), by_a.cols or 1
     a, b = _aligned(a), _aligned(b)
@@ -57,7 +50,7 @@ def scaled_mm(
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
     extra = bias, residual, y
-    block_n, block_m, groups, stages, warps, split_k = tiling or choose(m, n, k, group, a.device)
+    block_n, block_m, groups, stages, warps, split_k = choose(m, n, k, group, a.device)
     step = groups * group
     k_per_split, split_k = cut(k, step, split_k)
     partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None

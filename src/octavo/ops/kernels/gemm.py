@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.kernels.device_math import let_next_start, wait_for_inputs, widen, widen_scale
-from octavo.ops.launching import ALONE, Around, allocate, cdiv, multiprocessors, power_of_two_above
+from octavo.ops.launching import ALONE, Around, Operands, allocate, cdiv, multiprocessors, power_of_two_above
 from octavo.ops.registration import launcher
 
 MAX_BLOCK_M = 128
@@ -38,23 +38,13 @@ class Tiling(NamedTuple):
 
 
 def scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    tiling: Tiling | None = None,
-    residual: Tensor | None = None,
+    operands: Operands, bias: Tensor | None, out_dtype: torch.dtype, fast: bool, residual: Tensor | None = None
 ) -> Tensor:
-    """Same as `scaled_mm` of the operation, for scales by tensor or row, a small M and a contiguous residual.
-
-    tiling: None chooses one.
-    """
+    """Same as `scaled_mm` of the operation, for scales by tensor or row, a small M and a contiguous residual."""
+    a, b, scale_a, scale_b, _, _ = operands
     (m, k), n = a.shape, b.shape[0]
-    tiling = tiling or choose(m, n, k, a.device)
-    promote = 0 if fast_accumulation else min(128, tiling.block_k)  # elements of K between promotions to float32
+    tiling = choose(m, n, k, a.device)
+    promote = 0 if fast else min(128, tiling.block_k)  # elements of K between promotions to float32
     added = bias, residual, allocate(a, (m, n), out_dtype)
     return multiply(a, b, scale_a.contiguous(), scale_b.contiguous(), *added, tiling, promote=promote)
 

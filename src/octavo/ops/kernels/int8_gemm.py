@@ -12,8 +12,6 @@ For a small M the rows of a tile are those of b, since a tensor-core instruction
 M is padded to 16 columns.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -30,31 +28,14 @@ MAX_SUMS = 1 << 26  # int32 sums of cuBLASLt that are scaled at once
 GROUP_M = 8  # rows of tiles that run together, so that they read the same part of b from the L2 cache
 
 
-class Tiling(NamedTuple):
-    """The sizes of a tile, loads in flight, warps of a program, and parts that K is split into."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    stages: int
-    warps: int
-    split_k: int = 1
-
-
-def int8_mm(
-    operands: Operands,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    tiling: Tiling | None = None,
-) -> Tensor:
-    """Same as `int8_mm_reference`, for contiguous tensors. tiling: of our kernel; None chooses."""
+def int8_mm(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Same as `int8_mm_reference`, for contiguous tensors."""
     a, b, scale_a, scale_b, _, _ = operands
     (m, k), n = a.shape, b.shape[0]
     y = allocate(a, (m, n), out_dtype)
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
-    if tiling is None and uses_cublas(m, n, k):
+    if uses_cublas(m, n, k):
         # In parts of rows of equal size: the sums of all rows are never there at once, and torch._int_mm takes no fewer
         # than 17 rows.
         parts = cdiv(m, max(MAX_SUMS // n, 256))
@@ -64,7 +45,7 @@ def int8_mm(
             added = None if residual is None else residual[part]
             _combine(sums[None], scale_a[part], scale_b, bias, added, y[part])
         return y
-    block_m, block_n, block_k, stages, warps, split_k = tiling or choose(m, n, k, a.device)
+    block_m, block_n, block_k, stages, warps, split_k = choose(m, n, k, a.device)
     k_per_split, split_k = cut(k, block_k, split_k)
     partials = allocate(y, (split_k, m, n), torch.int32) if split_k > 1 else None
     launcher(_tile_kernel, (cdiv(m, block_m) * cdiv(n, block_n), split_k))(
@@ -93,8 +74,9 @@ def _combine(
     )
 
 
-def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
-    """The tiling for y [m, n] and K = k on `device`. It is not measured."""
+def choose(m: int, n: int, k: int, device: torch.device) -> tuple[int, ...]:
+    """For y [m, n] and K = k on `device` the rows of a and of b and the elements of K in a tile, loads in flight, warps
+    of a program, and parts that K is split into. They are not measured."""
     if m <= MAX_SMALL_M:
         block_m, block_n, stages, warps = max(16, power_of_two_above(m)), 64, 4, 4
         block_k = largest_block_k(k, 256 if m <= 16 else 128)
@@ -104,7 +86,7 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
         block_k = largest_block_k(k, 128)
     tiles = cdiv(m, block_m) * cdiv(n, block_n)
     split_k = choose_split(tiles, cdiv(k, block_k), multiprocessors(device))
-    return Tiling(block_m, block_n, block_k, stages, warps, split_k)
+    return block_m, block_n, block_k, stages, warps, split_k
 
 
 @triton.jit

@@ -42,19 +42,17 @@ def weight_only_mm(
     bias: Tensor | None,
     residual: Tensor | None,
     around: Around = ALONE,
-    tiling: Tiling | None = None,
     native: bool | None = None,
 ) -> Tensor:
     """Same as `weight_only_mm` of the operation, for x in BF16 or FP16 and a contiguous residual.
 
-    tiling: None chooses one.
     native: whether the GPU converts E4M3 by an instruction; None asks it.
     """
     (m, k), n, scale, group = x.shape, w.shape[0], readable_scale(scale), granularity.cols or 0
     n = n // 2 if around.gated else n
     w = w if (has_kernels(x.device) if native is None else native) else w.view(torch.uint8)
     added = bias, residual, allocate(x, (m, n))
-    tiling = tiling or choose(m, n, k, group, x.device)
+    tiling = choose(m, n, k, group, x.device)
     return multiply(x, w, None, scale, *added, tiling, scale_rows=granularity.rows or 1, group=group, around=around)
 
 
