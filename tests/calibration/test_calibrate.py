@@ -58,36 +58,36 @@ def test_every_site_has_the_statistics_of_the_model_run_at_once(kind, tmp_path, 
     prompts = read_prompts(data, open_tokenizer(folder), PROMPTS)
     assert (found.prompts, found.tokens) == (24, prompts.tokens)
     whole = watch_whole(whole_model(folder), prompts.batches(4))
-    for site, observed in found.observed.items():
-        if observed.kind in ("input", "norm"):
-            statistics, x = observed.statistics, torch.cat([t.float().flatten(0, -2) for t in whole[site]]).abs()
+    for site, statistics in found.sites.items():
+        if statistics.kind in ("input", "norm"):
+            x = torch.cat([t.float().flatten(0, -2) for t in whole[site]]).abs()
             assert statistics.tokens == len(x)
             assert statistics.amax == x.max().item(), site
             assert statistics.history == [t.float().abs().max().item() for t in whole[site]]
             assert torch.equal(statistics.channel_amax, x.amax(0))
             assert found.scale(site).item() == pytest.approx(x.max().item() / 448, rel=2**-23)
             assert statistics.percentile(99.9) == pytest.approx(torch.quantile(x.double(), 0.999).item(), rel=1e-12)
-            assert all(len(whole[f"{layer}.input"]) == len(whole[site]) for layer in observed.layers)
+            assert all(len(whole[f"{layer}.input"]) == len(whole[site]) for layer in statistics.layers)
     linears = [layer.name for layer in select_linears(whole_model(folder)) if not layer.reason]
     assert sorted(found.layers) == sorted(linears)
     norms = {site for site in whole if site.endswith(".output")}
-    assert {site for site, observed in found.observed.items() if observed.kind == "norm"} == norms
+    assert {site for site, statistics in found.sites.items() if statistics.kind == "norm"} == norms
     layer = next(iter(found.layers))
     assert torch.equal(found.scale(layer, "mse"), found.scale(found.layers[layer], "mse"))
     if kind in SHARED:
         names = [f"{SHARED[kind][0]}.{leaf}" for leaf in SHARED[kind][1]]
-        assert found.observed[f"{names[0]}.input"].layers == names
+        assert found.sites[f"{names[0]}.input"].layers == names
         assert not any(f"{name}.input" in found.sites for name in names[1:])
 
 
 def test_attention_gets_rotated_queries_and_keys(tmp_path, data):
     folder = write_model(tmp_path / "qwen3", "qwen3")
-    found = calibrate(folder, data, tmp_path / "out", prompts=PROMPTS).observed
+    found = calibrate(folder, data, tmp_path / "out", prompts=PROMPTS).sites
     batches = read_prompts(data, open_tokenizer(folder), PROMPTS).batches(4)
     whole = watch_whole(whole_model(folder), batches)
     name = "model.layers.1.self_attn"
     for letter in "qkv":
-        statistics = found[f"{name}.{letter}"].statistics
+        statistics = found[f"{name}.{letter}"]
         tensors = [t.float().abs() for t in whole[f"attention.{letter}"][1::3]]  # of the second of three layers
         heads = 2 if letter in "kv" else 4
         assert statistics.channel_amax.shape == (heads * 16,)
@@ -95,7 +95,7 @@ def test_attention_gets_rotated_queries_and_keys(tmp_path, data):
         by_head = torch.stack([t.amax(dim=(0, 2)) for t in tensors]).amax(0)
         assert torch.equal(statistics.channel_amax.view(heads, -1), by_head)
     unrotated = max(t.float().abs().max().item() for t in whole[f"{name}.k_norm.output"])
-    assert found[f"{name}.k"].statistics.amax != unrotated
+    assert found[f"{name}.k"].amax != unrotated
     assert [found[f"{name}.{x}"].kind for x in "qkv"] == ["query", "key", "value"]
 
 

@@ -63,7 +63,7 @@ def test_merging_is_seeing_one_after_the_other():
     stream = drifting(60, torch.bfloat16)
     whole, merged = seen(stream), Statistics("a.site")
     for part in (stream[:17], [], stream[17:18], stream[18:]):
-        other = Statistics.from_tensors("a.site", seen(part).to_tensors())
+        other = Statistics.from_tensors("a.site", seen(part).to_tensors(), "input", [])
         assert len(other._counts) < BINS / 8  # as read from a file: a mixture of 128 experts has 10,000 sites
         before = {name: t.clone() for name, t in other.to_tensors().items()}
         merged.merge(other)
@@ -146,7 +146,7 @@ def test_equal_tensors_that_are_not_the_same_keep_their_sites(tmp_path):
         observer._before_linear("c", model.c, (x,), {})
     found = observer.take()
     assert {site: o.layers for site, o in found.items()} == {"a.input": ["a"], "b.input": ["b"], "c.input": ["c"]}
-    assert found["c.input"].statistics.amax == 2 * found["a.input"].statistics.amax
+    assert found["c.input"].amax == 2 * found["a.input"].amax
 
 
 def test_the_watch_leaves_nothing_behind(tmp_path):

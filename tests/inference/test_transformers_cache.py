@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 from octavo.calibration.calibrator import Calibration
-from octavo.calibration.site_statistics import Observed, Statistics
+from octavo.calibration.site_statistics import Statistics
 from octavo.inference.kv_cache import DTYPES as LAYER_DTYPES
 from octavo.inference.packed_linear import ServedAttention, serve_attention
 from octavo.inference.transformers_cache import CACHE, QuantizedKVCache, scales_from_calibration
@@ -158,12 +158,12 @@ def test_a_sliding_window_must_hold_the_cache():
 
 
 def calibration() -> Calibration:
-    observed = {}
+    sites = {}
     for layer in range(11):
         for kind, name in (("key", "k"), ("value", "v"), ("query", "q")):
             site = f"model.layers.{layer}.self_attn.{name}"
-            observed[site] = Observed(kind, Statistics(site).update(torch.randn(5, 32) * (layer + 1)))
-    return Calibration(observed, "", {}, {}, 5, 5)
+            sites[site] = Statistics(site, kind).update(torch.randn(5, 32) * (layer + 1))
+    return Calibration(sites, "", {}, {}, 5, 5)
 
 
 @pytest.mark.parametrize("heads", [None, 2])

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from octavo.calibration.site_statistics import KINDS, LEAVES, PERCENTILES, Observed, Observer, Statistics, check_seen
+from octavo.calibration.site_statistics import KINDS, LEAVES, PERCENTILES, Observer, Statistics, check_seen
 from octavo.checkpoint.files import ArtifactError, load_tensors, open_file, read_json, replace_file, save_tensors
 from octavo.checkpoint.folder import WriteError, check_absent, locked_folder, whole_folder, writing
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
@@ -53,7 +53,7 @@ _FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens")
 class Calibration:
     """The statistics of every site of a model, and their origin."""
 
-    observed: Mapping[str, Observed]  # the sites by name, in the order of the computation
+    sites: Mapping[str, Statistics]  # by name, in the order of the computation
     model_hash: str  # the result of `hash_model`
     settings: Mapping[str, Any]  # of the prompts, their fingerprint, the device, and the report of the text
     versions: Mapping[str, str]  # of octavo, torch and transformers
@@ -62,14 +62,9 @@ class Calibration:
     _scales: dict[tuple[str, str, float], Tensor] = field(default_factory=dict, init=False)  # that `scale` has computed
 
     @cached_property
-    def sites(self) -> dict[str, Statistics]:
-        """The statistics by the name of the site."""
-        return {name: observed.statistics for name, observed in self.observed.items()}
-
-    @cached_property
     def layers(self) -> dict[str, str]:
         """The name of the site that each linear layer reads, by the name of the layer."""
-        return {layer: name for name, observed in self.observed.items() for layer in observed.layers}
+        return {layer: name for name, statistics in self.sites.items() for layer in statistics.layers}
 
     @property
     def unseen(self) -> list[str]:
@@ -96,8 +91,8 @@ class Calibration:
         experts of its layer. Raises a KeyError if `site` names neither a site nor a layer.
         """
         name = self.layers.get(site, site)
-        if name not in self.observed:
-            raise KeyError(f"{site} is no site or linear layer of this calibration: it has {list(self.observed)[:4]}")
+        if name not in self.sites:
+            raise KeyError(f"{site} is no site or linear layer of this calibration: it has {list(self.sites)[:4]}")
         keys = [(site, rule, percentile) for site in self.stand_ins(name)]
         self._scales.update({key: self.sites[key[0]].scale(*key[1:]) for key in keys if key not in self._scales})
         return torch.stack([self._scales[key] for key in keys]).amax()
@@ -117,10 +112,10 @@ class Calibration:
     def save(self, folder: Path) -> None:
         """Write `folder`, whole or not at all. A FileExistsError if it exists, a WriteError if the disk refuses."""
         fields = {name: getattr(self, name) for name in _FIELDS}
-        described = {"format_version": FORMAT_VERSION, **fields, "sites": describe(self.observed)}
+        described = {"format_version": FORMAT_VERSION, **fields, "sites": describe(self.sites)}
         with whole_folder(folder) as partial:
             (partial / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-            save_tensors(to_tensors(self.observed), partial / TENSORS)
+            save_tensors(to_tensors(self.sites), partial / TENSORS)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -133,8 +128,8 @@ class Calibration:
             raise ArtifactError(f"{where} must have format_version {FORMAT_VERSION}, got {version!r}")
         if missing := [name for name in (*_FIELDS, "sites") if name not in described]:
             raise ArtifactError(f"{where} lacks {', '.join(missing)}: calibrate again")
-        observed = from_tensors(described["sites"], load_tensors(Path(folder) / TENSORS), where)
-        return cls(observed, **{name: described[name] for name in _FIELDS})
+        sites = from_tensors(described["sites"], load_tensors(Path(folder) / TENSORS), where)
+        return cls(sites, **{name: described[name] for name in _FIELDS})
 
 
 def _of_any(site: str) -> str:
@@ -142,25 +137,25 @@ def _of_any(site: str) -> str:
     return re.sub(r"\.\d+(\.[^.]+\.input)$", r".*\1", site)
 
 
-def describe(observed: Mapping[str, Observed]) -> dict[str, Any]:
-    return {name: {"kind": site.kind, "layers": site.layers} for name, site in observed.items()}
+def describe(sites: Mapping[str, Statistics]) -> dict[str, Any]:
+    return {name: {"kind": site.kind, "layers": site.layers} for name, site in sites.items()}
 
 
-def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
-    sites = {name: site.statistics.to_tensors() for name, site in observed.items()}
-    return {f"{name}.{leaf}": tensor for name, tensors in sites.items() for leaf, tensor in tensors.items()}
+def to_tensors(sites: Mapping[str, Statistics]) -> dict[str, Tensor]:
+    tensors = {name: site.to_tensors() for name, site in sites.items()}
+    return {f"{name}.{leaf}": tensor for name, found in tensors.items() for leaf, tensor in found.items()}
 
 
-def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Observed]:
+def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Statistics]:
     """The inverse of `describe` and `to_tensors`. Raises an ArtifactError whose message begins with `where`."""
-    observed = {}
+    sites = {}
     with reading(where, "a description of these tensors", ArtifactError):
         for name, site in described.items():
             if site["kind"] not in KINDS:
                 raise ValueError(f"{name} has the unknown kind {site['kind']!r}")
             found = {leaf: tensors[f"{name}.{leaf}"] for leaf in LEAVES if f"{name}.{leaf}" in tensors}
-            observed[name] = Observed(site["kind"], Statistics.from_tensors(name, found), list(site["layers"]))
-    return observed
+            sites[name] = Statistics.from_tensors(name, found, site["kind"], site["layers"])
+    return sites
 
 
 def load_calibration(folder: str | Path, model: Path, description: Path | None = None) -> Calibration:
@@ -207,7 +202,7 @@ def _claim(work: Path, fingerprint: dict[str, Any]) -> None:
         replace_file(described, json.dumps(fingerprint, indent=1))
 
 
-def _load_sites(part: Path) -> dict[str, Observed]:
+def _load_sites(part: Path) -> dict[str, Statistics]:
     described = open_file(part / SITES).metadata() or {}
     return from_tensors(json.loads(described.get("sites", "null")), load_tensors(part / SITES), part / SITES)
 
@@ -262,20 +257,20 @@ def calibrate(
         check_absent(out)  # the last holder of the lock may have made it
         _claim(work, {"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
         try:
-            observed = _run_all(parts, chosen.batches(prompts.batch), work, progress)
+            sites = _run_all(parts, chosen.batches(prompts.batch), work, progress)
         except WriteError as error:
             raise WriteError(f"{error}. The same command continues with the part of the work that it was in") from error
         except ValueError:  # another text may be enough, and this work would refuse its settings
             shutil.rmtree(work)
             raise
         settings["data"] = chosen.report.to_dict()
-        calibration = Calibration(observed, model_hash, settings, versions, len(chosen.ids), chosen.tokens)
+        calibration = Calibration(sites, model_hash, settings, versions, len(chosen.ids), chosen.tokens)
         calibration.save(out)
         shutil.rmtree(work)
     return calibration
 
 
-def _run_all(parts: BlockModel, batches: list[Tensor], work: Path, progress: Progress) -> dict[str, Observed]:
+def _run_all(parts: BlockModel, batches: list[Tensor], work: Path, progress: Progress) -> dict[str, Statistics]:
     """Run every part that the work folder does not have yet. Returns the sites of all parts."""
     linears = [layer.name for layer in select_linears(parts.model) if not layer.reason]
     observer = Observer(parts.model, linears, parts.experts)
@@ -299,11 +294,11 @@ def _run_all(parts: BlockModel, batches: list[Tensor], work: Path, progress: Pro
                 save_tensors(to_tensors(sites), after / SITES, {"sites": json.dumps(describe(sites))})
             for hidden in before.glob("hidden-*"):
                 hidden.unlink()
-    observed = {name: site for folder in folders for name, site in _load_sites(folder).items()}
-    called = {layer for site in observed.values() for layer in site.layers}  # not what ESM predicts contacts with
-    check_seen(observed, parts.outside(filter(called.__contains__, linears)), "what is in no block")
+    sites = {name: site for folder in folders for name, site in _load_sites(folder).items()}
+    called = {layer for site in sites.values() for layer in site.layers}  # not what ESM predicts contacts with
+    check_seen(sites, parts.outside(filter(called.__contains__, linears)), "what is in no block")
     progress(count, count, doing)
-    return observed
+    return sites
 
 
 def _run_part(

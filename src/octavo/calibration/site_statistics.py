@@ -20,7 +20,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -41,11 +41,12 @@ SCALE_RULES = ("amax", "percentile", "mse")
 
 
 class Statistics:
-    """The statistics of the tensors at one site, in FP32 for tensors of any dtype. `tokens` is the number of vectors of
-    K elements, and `channel_amax` is float32 [K]. `history` has the amax of each batch, oldest first."""
+    """The statistics of the tensors at one site, in FP32 for tensors of any dtype. `kind` is one of `KINDS`, and
+    `layers` are the linear layers that read the site, in order. `tokens` is the number of vectors of K elements, and
+    `channel_amax` is float32 [K]. `history` has the amax of each batch, oldest first."""
 
-    def __init__(self, site: str) -> None:
-        self.site = site
+    def __init__(self, site: str, kind: str = "input", layers: Sequence[str] = ()) -> None:
+        self.site, self.kind, self.layers = site, kind, list(layers)
         self.tokens = 0
         self.channel_amax = torch.empty(0)
         self.history: list[float] = []
@@ -166,9 +167,9 @@ class Statistics:
         }
 
     @classmethod
-    def from_tensors(cls, site: str, tensors: Mapping[str, Tensor]) -> Self:
+    def from_tensors(cls, site: str, tensors: Mapping[str, Tensor], kind: str, layers: Sequence[str]) -> Self:
         """The inverse of `to_tensors`. A ValueError for missing, negative or infinite tensors, or other totals."""
-        made = cls(site)
+        made = cls(site, kind, layers)
         if missing := LEAVES - tensors.keys():
             raise ValueError(f"the statistics of {site} lack {', '.join(sorted(missing))}")
         made.tokens, first = int(tensors["tokens"]), int(tensors["first_bin"])
@@ -210,15 +211,6 @@ _ATTENTION = "octavo_observe"
 _NORMS = ("RMSNorm", "LayerNorm")  # transformers has a class for each model
 
 
-@dataclass(eq=False)
-class Observed:
-    """A site: its kind, its statistics, and for the kind `input` the linear layers that read it, in order."""
-
-    kind: str
-    statistics: Statistics
-    layers: list[str] = field(default_factory=list)
-
-
 class Observer:
     """Collects statistics of a model of transformers inside a `watch` block, for the batches of `looking` blocks.
     `linears` are the layers that packing would pack; `experts` has the matrices of each module of experts, by their
@@ -228,7 +220,7 @@ class Observer:
         self._model, self._experts = model, experts
         self._names = {id(module): name for name, module in model.named_modules()}
         self._linears = set(linears)
-        self._found: dict[str, Observed] = {}
+        self._found: dict[str, Statistics] = {}
         self._looking = False
         self._measured: Any = WeakIdKeyDictionary()  # tensor -> _Measured
 
@@ -259,7 +251,7 @@ class Observer:
             self._looking = False
             self._measured.clear()
 
-    def take(self) -> dict[str, Observed]:
+    def take(self) -> dict[str, Statistics]:
         """The sites observed since the last call, by name."""
         found, self._found = self._found, {}
         return found
@@ -298,8 +290,8 @@ class Observer:
         return attend(module, query, key, value, *args, **kwargs)
 
     def _see(self, site: str, kind: str, x: Tensor, layers: Sequence[str] = ()) -> None:
-        found = self._found.setdefault(site, Observed(kind, Statistics(site), list(layers)))
-        found.statistics.merge(self._measure(x, site).statistics)
+        found = self._found.setdefault(site, Statistics(site, kind, layers))
+        found.merge(self._measure(x, site).statistics)
 
     def _measure(self, x: Tensor, site: str) -> _Measured:
         """The statistics of x. A norm's output is often a linear layer's input: a tensor is counted once, while it
@@ -344,11 +336,11 @@ def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
-def check_seen(found: dict[str, Observed], linears: Sequence[str], where: str) -> None:
+def check_seen(found: dict[str, Statistics], linears: Sequence[str], where: str) -> None:
     """Raise a ValueError unless each of `linears` read one site, which saw a token. `where` names what has run."""
     sites: dict[str, list[str]] = {}
-    for site, observed in found.items():
-        for layer in observed.layers if observed.statistics.tokens else ():
+    for site, statistics in found.items():
+        for layer in statistics.layers if statistics.tokens else ():
             sites.setdefault(layer, []).append(site)
     if blind := [name for name in linears if name not in sites]:
         raise ValueError(

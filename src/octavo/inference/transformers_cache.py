@@ -160,7 +160,7 @@ def scales_from_calibration(
     if DTYPES.get(dtype) not in LARGEST:
         raise ValueError(f"dtype must be 'fp8' or 'int8', got {dtype!r}: bf16 has no scales")
     sites, found = calibration.sites, {}
-    for name in (site.removesuffix(".k") for site, seen in calibration.observed.items() if seen.kind == "key"):
+    for name in (site.removesuffix(".k") for site, seen in sites.items() if seen.kind == "key"):
         amax = (sites[f"{name}.{kind}"].channel_amax.view(heads or 1, -1).amax(1) for kind in "kv")
         k, v = ((a / LARGEST[DTYPES[dtype]]).clamp(min=SMALLEST_SCALE) for a in amax)
         found[name] = (k, v)
