@@ -255,20 +255,20 @@ def test_a_file_that_another_program_wrote_since_is_not_judged(packed):
 
 def test_parts_that_ranks_wrote_are_checked_wherever_they_are_read_whole(tmp_path):
     whole = torch.arange(48.0).view(6, 8)
-    upper, lower = whole[:4], whole[4:]
+    upper = whole[:4]
     parts = [[[0, 0], [4, 8], module.checksum(upper)], [[4, 0], [2, 8], "00000000"]]
     (tmp_path / "checksums.json").write_text(json.dumps({"model/w": parts}))
-    checksums = module.Checksums(tmp_path, "model", {"w"})
+    module.save_tensors({"w": whole}, tmp_path / "model.safetensors", {"octavo_version": "1"})
+    reader = ShardReader(tmp_path)
 
-    def check(read, *offsets):
-        return checksums.check(tmp_path / "file", "w", read, offsets or None)
-
-    assert torch.equal(check(upper, 0, 0), upper)
-    assert torch.equal(check(whole[:5], 0, 0), whole[:5])  # cuts the second part
-    assert torch.equal(check(whole[4:, 2:4], 4, 2), whole[4:, 2:4])
-    for read, offsets in ((whole, ()), (lower, (4, 0)), (whole[3:], (3, 0))):
+    assert torch.equal(reader.get_part("w", (0, 0), (4, 8)), upper)
+    assert torch.equal(reader.get_part("w", (0, 0), (5, 8)), whole[:5])  # cuts the second part
+    assert torch.equal(reader.get_part("w", (4, 2), (2, 2)), whole[4:, 2:4])
+    for offsets, sizes in (((0, 0), (6, 8)), ((4, 0), (2, 8)), ((3, 0), (3, 8))):
         with pytest.raises(ArtifactError, match="the bytes of w have the CRC-32 .*, and 00000000 was written"):
-            check(read, *offsets)
+            reader.get_part("w", offsets, sizes)
+    with pytest.raises(ArtifactError, match="and 00000000 was written"):
+        reader.get("w")
 
 
 # ---- Checks of the numbers in tensors
