@@ -407,19 +407,6 @@ def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(layers) for layers in found.values()]
 
 
-def check_groups(names: Iterable[str], schemes: Mapping[str, Scheme]) -> None:
-    """Raise a ValueError unless the layers of each group of all linear layers `names` have one scheme, or none."""
-    for fused in groups(names):
-        chosen = {name: schemes[name].name if name in schemes else "BF16" for name in fused}
-        if len(set(chosen.values())) > 1:
-            parent = fused[0].rpartition(".")[0]
-            each = ", ".join(f"{name.rpartition('.')[2]} {how}" for name, how in chosen.items())
-            raise ValueError(
-                f"{parent}: layers that readers run as one GEMM need one scheme, they have {each}: name all of them "
-                "in --skip or --layer"
-            )
-
-
 # ---- A layout: one way to write a packing down (`octavo.checkpoint.layouts`), and what the layouts share.
 
 

@@ -15,7 +15,7 @@ from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import SCALE_RULES
 from octavo.checkpoint.files import ArtifactError, load_tensors
 from octavo.checkpoint.layouts import check_layout, get_layout
-from octavo.checkpoint.scheme import SCHEME_OF, STATIC, Scheme, check_groups, get_scheme, groups, kv_tensors
+from octavo.checkpoint.scheme import SCHEME_OF, STATIC, Scheme, get_scheme, groups, kv_tensors
 from octavo.hf.meta_model import tied_names
 from octavo.hf.source import Source
 from octavo.nn.module_tools import is_conv1d
@@ -232,7 +232,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in [*linears.items()][:4])
         raise ValueError(f"{source.origin} has no layer that can be packed ({reasons}): leave it in BF16")
     schemes = _schemes([*names, *experts], source, options)
-    check_experts(schemes, experts, source, options)
+    check_experts(schemes, experts, options)
     layout = get_layout(options.layout)
     check_layout(layout, schemes.values(), options.kv_cache is not None)
     static = static_scales(source, schemes, experts, options)
@@ -240,7 +240,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
     left = linears | dict.fromkeys(unscaled, "training left it in BF16, or no text reached it")
     chosen = ChosenLayers(schemes, experts.keys(), {name: why for name, why in left.items() if why}, static)
-    check_groups([*linears, *experts], schemes)
+    check_alike([*linears, *experts], source.meta_model.experts.stacks if options.experts else {}, schemes)
     shapes = {name: tuple(source.specs[f"{name}.weight"].shape) for name in chosen.linears} | experts
     check_reasons({name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}, schemes)
     layout.check_experts({name: schemes[name] for name in experts}, shapes)
@@ -297,8 +297,8 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source: Source, options: PackOptions) -> None:
-    """Raise a ValueError for a scheme that `experts` cannot have, or a stack of which parts have different schemes."""
+def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], options: PackOptions) -> None:
+    """Raise a ValueError for a scheme that `experts` cannot have."""
     for name in experts:
         scheme = schemes[name]
         if scheme.static and (options.calibration is None or options.input_scales is not None):
@@ -309,15 +309,19 @@ def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source:
             )
         if scheme.integers:
             raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
-    for stack, names in source.meta_model.experts.stacks.items() if options.experts else ():
-        of = {name: schemes[name].name if name in schemes else "BF16" for name in names}
-        chosen = {of[name]: name for name in reversed(names)}  # the first of each scheme
-        if len(chosen) > 1:
-            raise ValueError(
-                f"the matrices of {stack}, which readers stack, need one scheme, they have "
-                f"{', '.join(f'{name} {scheme}' for scheme, name in chosen.items())}: name all of them in --skip or "
-                "--layer"
-            )
+
+
+def check_alike(names: Iterable[str], stacks: Mapping[str, Sequence[str]], schemes: Mapping[str, Scheme]) -> None:
+    """Raise a ValueError unless layers among `names` that readers fuse, and the matrices of each of `stacks`, have one
+    scheme, or none."""
+    together: list[tuple[str, Sequence[str]]]
+    together = [(f"the matrices of {stack}, which readers stack,", parts) for stack, parts in stacks.items()]
+    together += [(f"layers that readers run as one GEMM with {group[0]}", group) for group in groups(names)]
+    for what, members in together:
+        first = {schemes[name].name if name in schemes else "BF16": name for name in reversed(members)}
+        if len(first) > 1:
+            each = ", ".join(f"{name} {scheme}" for scheme, name in first.items())
+            raise ValueError(f"{what} need one scheme, they have {each}: name all of them in --skip or --layer")
 
 
 def check_reasons(reasons: Mapping[str, str], schemes: Mapping[str, Scheme], other: str = "") -> None:
