@@ -267,7 +267,7 @@ def test_files_are_chapters():
 
 
 # Lines of Python. They only fall, to 45,000 of src and of tests: a feature pays by removing.
-BUDGETS = {"src": 48_630, "tests": 46_070, "bench": 8_740}
+BUDGETS = {"src": 48_600, "tests": 46_070, "bench": 8_740}
 
 
 @pytest.mark.parametrize("folder", BUDGETS)
